@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use crate::Result;
-use crate::measurement::Run;
+use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 
 /// System call number of cachestat (Linux 6.5), the same on all architectures.
@@ -88,7 +88,6 @@ pub fn cold(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let run = measure()?;
     let after = cached_bytes(&file)?;
     file.sync_data()?;
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let came_kib = after.saturating_sub(before) as f64 / 1024.0;
     let per_io = came_kib / run.ios as f64;
     Ok(run

@@ -5,6 +5,8 @@ use std::path::Path;
 use rustix::fs::{AtFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::process::{bytes_of, value_of};
+
 /// The properties of the machine that its figures depend on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -33,20 +35,13 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// The value of the first line `key : value` of a text.
-fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':').map(str::trim))
-}
-
 impl Machine {
     pub fn describe() -> Machine {
         let cpuinfo = read("/proc/cpuinfo");
-        let meminfo = read("/proc/meminfo");
-        let kib = value_of(&meminfo, "MemTotal").and_then(|v| v.trim_end_matches(" kB").parse::<u64>().ok());
         Machine {
             processor: value_of(&cpuinfo, "model name").unwrap_or("unknown").to_owned(),
             processors: std::thread::available_parallelism().map_or(1, Into::into),
-            memory_bytes: kib.unwrap_or(0) << 10,
+            memory_bytes: bytes_of(&read("/proc/meminfo"), "MemTotal").unwrap_or(0),
             kernel: read("/proc/sys/kernel/osrelease"),
             virtual_machine: value_of(&cpuinfo, "flags")
                 .is_some_and(|f| f.split(' ').any(|f| f == "hypervisor")),

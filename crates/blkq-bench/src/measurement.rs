@@ -16,6 +16,11 @@ pub struct Run {
 }
 
 impl Run {
+    /// A run of `ios` I/Os without values.
+    pub fn new(ios: u64) -> Run {
+        Run { ios, values: Vec::new() }
+    }
+
     #[must_use]
     pub fn with(mut self, metric: Metric, value: f64) -> Run {
         self.values.push((metric, value));
@@ -27,6 +32,22 @@ impl Run {
     pub fn per_io(self, metric: Metric, count: u64) -> Run {
         let per_io = count as f64 / self.ios as f64;
         self.with(metric, per_io)
+    }
+
+    /// The value of `metric`; 0 if the run has none.
+    fn value(&self, metric: Metric) -> f64 {
+        self.values.iter().find(|(of, _)| *of == metric).map_or(0.0, |(_, value)| *value)
+    }
+
+    /// This run under the metrics of a client. The mean latency follows from the rate, because `depth` I/Os were always
+    /// in flight.
+    #[must_use]
+    pub fn of_client(&self, depth: usize) -> Run {
+        Run::new(self.ios)
+            .with(Metric::Iops, self.value(Metric::Iops))
+            .with(Metric::LatencyMeanUs, self.value(Metric::NsPerIo) * depth as f64 / 1e3)
+            .with(Metric::ClientCpuNsPerIo, self.value(Metric::CpuNsPerIo))
+            .with(Metric::ClientSwitchesPerIo, self.value(Metric::ContextSwitchesPerIo))
     }
 
     /// Adds clock reads and merges per I/O, from the statistics of the disk.
@@ -59,9 +80,13 @@ pub fn rate(ios: u64, elapsed: Duration, used: Usage) -> Result<Run> {
     if ios == 0 {
         return Err(format!("no I/O completed in {elapsed:?}").into());
     }
-    Ok(Run { ios, values: Vec::new() }
+    Ok(Run::new(ios)
         .with(Metric::Iops, ios as f64 / elapsed.as_secs_f64())
         .with(Metric::NsPerIo, elapsed.as_nanos() as f64 / ios as f64)
         .with(Metric::CpuNsPerIo, used.cpu.as_nanos() as f64 / ios as f64)
         .per_io(Metric::ContextSwitchesPerIo, used.context_switches))
+}
+
+pub fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }

@@ -38,7 +38,7 @@ impl Usage {
         if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
             return Err(std::io::Error::last_os_error().into());
         }
-        let context_switches = switches(&pid.to_string(), |_| true)?;
+        let context_switches = switches(pid, |_| true)?;
         Ok(Usage { cpu: Duration::new(time.tv_sec as u64, time.tv_nsec as u32), context_switches })
     }
 
@@ -64,11 +64,11 @@ impl From<libc::rusage> for Usage {
 /// Context switches so far of the running io_uring workers of this process. The kernel keeps an idle worker
 /// for seconds, so that a short run does not lose the counts of workers that exit.
 pub fn worker_switches() -> Result<u64> {
-    switches("self", |name| name.starts_with("iou-wrk-"))
+    switches(std::process::id() as i32, |name| name.starts_with("iou-wrk-"))
 }
 
 /// Sums the context switches of the threads of a process whose name `counts` accepts.
-fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
+fn switches(pid: i32, counts: impl Fn(&str) -> bool) -> Result<u64> {
     let mut sum = 0;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
         // The file does not exist if the thread has exited meanwhile.
@@ -82,27 +82,35 @@ fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
     Ok(sum)
 }
 
-/// Resident memory of a process in bytes (VmRSS in /proc/PID/status; `pid` may be "self").
-pub fn resident_bytes(pid: &str) -> Result<u64> {
+/// Resident memory of a process in bytes (VmRSS in /proc/PID/status).
+pub fn resident_bytes(pid: i32) -> Result<u64> {
     status_bytes(pid, "VmRSS")
 }
 
 /// Highest resident memory in bytes (VmHWM) since the process started, or since [`forget_resident_max`].
-pub fn resident_max_bytes(pid: &str) -> Result<u64> {
+pub fn resident_max_bytes(pid: i32) -> Result<u64> {
     status_bytes(pid, "VmHWM")
 }
 
 /// Resets the maximum that [`resident_max_bytes`] returns to the current resident memory (proc(5),
 /// clear_refs).
-pub fn forget_resident_max(pid: &str) -> Result {
+pub fn forget_resident_max(pid: i32) -> Result {
     Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }
 
-fn status_bytes(pid: &str, key: &str) -> Result<u64> {
+fn status_bytes(pid: i32, key: &str) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    Ok(kib.ok_or_else(|| format!("/proc/{pid}/status: no {key}"))? << 10)
+    Ok(bytes_of(&status, key).ok_or_else(|| format!("/proc/{pid}/status: no {key}"))?)
+}
+
+/// The value of the first line `key : value` of a text.
+pub fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':').map(str::trim))
+}
+
+/// The value of the first line `key: N kB` of a text, in bytes.
+pub fn bytes_of(text: &str, key: &str) -> Option<u64> {
+    Some(value_of(text, key)?.trim_end_matches(" kB").parse::<u64>().ok()? << 10)
 }
 
 #[cfg(test)]
@@ -112,10 +120,11 @@ mod tests {
     #[test]
     fn usage_of_a_pid_matches_getrusage_of_the_process() {
         let inside = Usage::of_self();
-        let outside = Usage::of(std::process::id() as i32).unwrap();
+        let own = std::process::id() as i32;
+        let outside = Usage::of(own).unwrap();
         assert!(outside.cpu > Duration::ZERO && outside.cpu + Duration::from_millis(20) >= inside.cpu);
         assert!(Usage::of(i32::MAX).is_err());
-        assert!(resident_max_bytes("self").unwrap() >= 1 << 20);
-        forget_resident_max("self").unwrap();
+        assert!(resident_max_bytes(own).unwrap() >= 1 << 20);
+        forget_resident_max(own).unwrap();
     }
 }

@@ -294,6 +294,10 @@ impl Table {
 }
 
 impl Comparison {
+    pub fn has(&self, name: &str) -> bool {
+        self.cases.iter().any(|case| case.name == name)
+    }
+
     /// The case `name`. Panics if it does not exist, which is a bug of the table.
     pub fn case(&self, name: &str) -> &Case {
         self.cases.iter().find(|case| case.name == name).unwrap_or_else(|| panic!("no case {name}"))

@@ -11,7 +11,7 @@ use crate::cache::cold;
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::workers::together;
 use crate::load::{Load, Offsets, Pattern};
-use crate::measurement::Run;
+use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{resident_bytes, worker_switches};
 use crate::result::{Expected, Published, PublishedRow, Table};
@@ -65,7 +65,7 @@ impl Job {
         let open = |file| File::open(&disk, Layout { file, files: self.jobs }, cache_bytes);
         let mut files: Vec<File> = (0..self.jobs).map(open).collect();
         let run = together(files.iter_mut().map(|file| || self.one(file, length)).collect())?;
-        let resident = resident_bytes("self")? as f64 / f64::from(1 << 20);
+        let resident = mib(resident_bytes(std::process::id() as i32)?);
         // The workers of a run's engine exit with it, so all of them belong to this run.
         let switches = worker_switches()?;
         drop(files);

@@ -24,7 +24,7 @@ const ERRORS_BYTES_MAX: usize = 64 << 10;
 
 /// A child process. Dropping it kills the process.
 pub struct Child {
-    pid: i32,
+    pub pid: i32,
     program: String,
     /// A memfd that receives the standard error of the process.
     errors: File,
@@ -46,10 +46,6 @@ impl Child {
         unsafe { command.pre_exec(die_with_parent) };
         let mut child = command.spawn()?;
         Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), exited: None })
-    }
-
-    pub fn pid(&self) -> i32 {
-        self.pid
     }
 
     /// A message with the last line of standard error.
@@ -78,8 +74,9 @@ impl Child {
         self.exited
     }
 
-    pub fn has_exited(&mut self) -> bool {
-        self.poll(false).is_some()
+    /// Fails with the last line of standard error if the process has exited.
+    pub fn check(&mut self) -> Result {
+        self.poll(false).map_or(Ok(()), |_| Err(self.exit_message().into()))
     }
 
     /// Waits up to `limit` until the process exits. Returns its total usage. Fails with the last line of
@@ -150,12 +147,12 @@ mod tests {
     #[test]
     fn a_process_that_is_dropped_or_stopped_has_exited() {
         let dropped = Child::start(shell("sleep 1000"), Stdio::null()).unwrap();
-        let pid = dropped.pid();
+        let pid = dropped.pid;
         drop(dropped);
         assert!(Usage::of(pid).is_err());
         let mut child = Child::start(shell("exec sleep 1000"), Stdio::null()).unwrap();
-        assert!(!child.has_exited());
-        let pid = child.pid();
+        child.check().unwrap();
+        let pid = child.pid;
         assert!(child.stop().cpu > Duration::ZERO);
         assert!(Usage::of(pid).is_err());
     }

@@ -8,26 +8,51 @@ use serde_json::Value;
 
 use super::child::Child;
 use crate::Result;
+use crate::load::{Load, Pattern};
+use crate::measurement::Run;
+use crate::metric::Metric;
 use crate::process::Usage;
 
 /// How long fio may take in addition to the length of a job, or for a job without a length.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
 
+/// A workload for all peers.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
     pub title: &'static str,
     /// Value of fio's option `--rw`.
-    pub rw: &'static str,
-    pub block_bytes: u64,
-    pub depth: u64,
+    rw: &'static str,
+    pub block_bytes: u32,
+    pub depth: usize,
     pub quick: bool,
 }
 
 /// Jobs with larger blocks warm the server up first: a server then sends more per run than the socket buffers of a
 /// whole run with small blocks.
-const LARGE_BYTES: u64 = 128 << 10;
+const LARGE_BYTES: u32 = 128 << 10;
 
 impl Job {
+    pub const fn new(
+        title: &'static str,
+        rw: &'static str,
+        block_bytes: u32,
+        depth: usize,
+        quick: bool,
+    ) -> Job {
+        Job { title, rw, block_bytes, depth, quick }
+    }
+
+    pub fn is_sequential(&self) -> bool {
+        !self.rw.starts_with("rand")
+    }
+
+    /// The same workload for a client in this process.
+    pub fn load(&self) -> Load {
+        let pattern = if self.is_sequential() { Pattern::Sequential } else { Pattern::Random };
+        let write = self.rw.contains("write");
+        Load { write, block_bytes: self.block_bytes, ..Load::read(pattern, self.depth) }
+    }
+
     /// Whether a server does the job once over the whole file before it is measured.
     ///
     /// The kernel allocates the pages of socket buffers from one processor's lists and frees them to another's. After
@@ -54,12 +79,8 @@ pub enum Target {
 }
 
 pub struct Report {
-    pub ios: u64,
-    pub iops: f64,
-    /// Mean latency from submission to completion, in microseconds.
-    pub mean_us: f64,
-    /// Percentiles 50, 99 and 99.9 of the latency.
-    pub percentiles_us: [f64; 3],
+    /// The rate, and the latency from submission to completion.
+    pub run: Run,
     /// Usage of the thread that does the I/O, during the job.
     pub client: Usage,
     /// Usage of the whole process, including its start.
@@ -125,15 +146,16 @@ fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {
     if ios == 0.0 {
         return Err("no I/O completed".into());
     }
-    let percentile =
-        |key: &str| Ok::<_, crate::Error>(number(&side["clat_ns"]["percentile"][key], "percentiles")? / 1e3);
+    let percentile = |key: &str| number(&side["clat_ns"]["percentile"][key], "percentiles");
     let seconds = number(&job["job_runtime"], "job_runtime")? / 1e3;
     let percent = number(&job["usr_cpu"], "usr_cpu")? + number(&job["sys_cpu"], "sys_cpu")?;
     Ok(Report {
-        ios: ios as u64,
-        iops: number(&side["iops"], "iops")?,
-        mean_us: number(&side["lat_ns"]["mean"], "latency")? / 1e3,
-        percentiles_us: [percentile("50.000000")?, percentile("99.000000")?, percentile("99.900000")?],
+        run: Run::new(ios as u64)
+            .with(Metric::Iops, number(&side["iops"], "iops")?)
+            .with(Metric::LatencyMeanUs, number(&side["lat_ns"]["mean"], "latency")? / 1e3)
+            .with(Metric::LatencyP50Us, percentile("50.000000")? / 1e3)
+            .with(Metric::LatencyP99Us, percentile("99.000000")? / 1e3)
+            .with(Metric::LatencyP999Us, percentile("99.900000")? / 1e3),
         client: Usage {
             cpu: Duration::from_secs_f64(percent / 100.0 * seconds),
             context_switches: number(&job["ctx"], "ctx")? as u64,
@@ -153,8 +175,8 @@ mod tests {
             "read": {"total_ios": 0}, "write": {"total_ios": 1000, "iops": 500.0, "lat_ns": {"mean": 2000.0},
             "clat_ns": {"percentile": {"50.000000": 1000, "99.000000": 3000, "99.900000": 4000}}}}]}"#;
         let report = parse(text, true, Usage::default()).unwrap();
-        assert_eq!((report.ios, report.iops, report.mean_us), (1000, 500.0, 2.0));
-        assert_eq!(report.percentiles_us, [1.0, 3.0, 4.0]);
+        let values: Vec<f64> = report.run.values.iter().map(|(_, value)| *value).collect();
+        assert_eq!((report.run.ios, values), (1000, vec![500.0, 2.0, 1.0, 3.0, 4.0]));
         assert_eq!((report.client.cpu, report.client.context_switches), (Duration::from_millis(500), 40));
         assert!(parse(text, false, Usage::default()).is_err(), "nothing was read");
         assert!(parse("", true, Usage::default()).is_err());

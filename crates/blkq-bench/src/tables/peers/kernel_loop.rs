@@ -12,28 +12,16 @@ const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 
-/// struct loop_config, with its struct loop_info64 (include/uapi/linux/loop.h).
+/// struct loop_config, with its struct loop_info64 (include/uapi/linux/loop.h). The fields without a name here stay 0.
 #[repr(C)]
 struct LoopConfig {
     fd: u32,
-    block_size: u32,
-    lo_device: u64,
-    lo_inode: u64,
-    lo_rdevice: u64,
-    lo_offset: u64,
-    lo_sizelimit: u64,
-    lo_number: u32,
-    lo_encrypt_type: u32,
-    lo_encrypt_key_size: u32,
+    before_flags: [u32; 14],
     lo_flags: u32,
-    lo_file_name: [u8; 64],
-    lo_crypt_name: [u8; 64],
-    lo_encrypt_key: [u8; 32],
-    lo_init: [u64; 2],
-    reserved: [u64; 8],
+    after_flags: [u32; 60],
 }
 
-const _: () = assert!(size_of::<LoopConfig>() == 304);
+const _: () = assert!(size_of::<LoopConfig>() == 304 && std::mem::offset_of!(LoopConfig, lo_flags) == 60);
 
 /// Maximum number of attempts: another process may attach the free device first.
 const TRIES: usize = 16;
@@ -41,7 +29,7 @@ const TRIES: usize = 16;
 /// A loop device. Because of LO_FLAGS_AUTOCLEAR, the kernel detaches it on the last close, even if this process
 /// is killed.
 pub struct KernelLoop {
-    path: PathBuf,
+    pub path: PathBuf,
     _device: File,
 }
 
@@ -65,10 +53,12 @@ impl KernelLoop {
             }
             let path = PathBuf::from(format!("/dev/loop{number}"));
             let device = both(&path)?;
-            // SAFETY: all-zero bytes are a valid LoopConfig.
-            let mut config: LoopConfig = unsafe { std::mem::zeroed() };
-            config.fd = backing.as_raw_fd() as u32;
-            config.lo_flags = LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 };
+            let config = LoopConfig {
+                fd: backing.as_raw_fd() as u32,
+                before_flags: [0; 14],
+                lo_flags: LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 },
+                after_flags: [0; 60],
+            };
             // SAFETY: the kernel reads the structure during the call.
             if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) } != 0 {
                 let error = std::io::Error::last_os_error();
@@ -89,9 +79,5 @@ impl KernelLoop {
             return Ok(KernelLoop { path, _device: device });
         }
         unreachable!("the loop above returns")
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 }

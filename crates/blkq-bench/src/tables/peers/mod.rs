@@ -1,8 +1,9 @@
 //! Table `peers`: blkq and other servers, on the same file, with the same client.
 
 use crate::bench::{Bench, Pace, case};
+use crate::measurement::mib;
 use crate::metric::Metric;
-use crate::result::{Case, Comparison, Expected, Figure, Table};
+use crate::result::{Case, Comparison, Expected::AtLeast, Expected::AtMost, Figure, Table};
 use crate::{Result, What};
 
 mod child;
@@ -14,34 +15,64 @@ mod qcow2;
 mod vhost;
 
 use fio::Job;
-use peer::{
-    BLKQ, BLKQ_NULL, LOOP_DIRECT, OVER_FILE, OVER_NOTHING, Peer, Place, QEMU_NBD, RAW, chosen, visits,
-};
+use peer::{BLKQ, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
 
-const RANDOM: Job =
-    Job { title: "4 KiB random read, depth 64", rw: "randread", block_bytes: 4096, depth: 64, quick: true };
-const ONE: Job =
-    Job { title: "4 KiB random read, depth 1", rw: "randread", block_bytes: 4096, depth: 1, quick: true };
-const SEQUENTIAL: Job =
-    Job { title: "4 KiB sequential read, depth 64", rw: "read", block_bytes: 4096, depth: 64, quick: true };
+const RANDOM: Job = Job::new("4 KiB random read, depth 64", "randread", 4096, 64, true);
+const ONE: Job = Job::new("4 KiB random read, depth 1", "randread", 4096, 1, true);
+const SEQUENTIAL: Job = Job::new("4 KiB sequential read, depth 64", "read", 4096, 64, true);
 const JOBS: [Job; 5] = [
     RANDOM,
     ONE,
     SEQUENTIAL,
-    Job {
-        title: "256 KiB sequential read, depth 8",
-        rw: "read",
-        block_bytes: 256 << 10,
-        depth: 8,
+    Job::new("256 KiB sequential read, depth 8", "read", 256 << 10, 8, false),
+    Job::new("4 KiB random write, depth 64", "randwrite", 4096, 64, false),
+];
+
+const QEMU_NBD: &str = "qemu-nbd";
+
+/// Peers that serve the file, without the page cache if they can.
+const OVER_FILE: [Peer; 8] = [
+    Peer { name: RAW, quick: true, way: Way::Raw },
+    Peer { name: LOOP_DIRECT, quick: true, way: Way::Loop { direct: true } },
+    Peer { name: "kernel loop, buffered", quick: false, way: Way::Loop { direct: false } },
+    Peer::nbd(QEMU_NBD, "qemu-nbd -f raw -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}"),
+    Peer {
+        name: "qemu-storage-daemon",
         quick: false,
+        way: Way::Nbd(
+            "qemu-storage-daemon --blockdev \
+             driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring \
+             --nbd-server addr.type=unix,addr.path={socket},max-connections=8 --export \
+             type=nbd,id=export,node-name=disk,name=disk,writable=on",
+        ),
     },
-    Job {
-        title: "4 KiB random write, depth 64",
-        rw: "randwrite",
-        block_bytes: 4096,
-        depth: 64,
+    Peer {
+        name: "nbdkit file, cache=none",
         quick: false,
+        way: Way::Nbd("nbdkit -f -e disk -U {socket} file {image} cache=none"),
     },
+    Peer::nbd(
+        BLKQ,
+        "blkq attach {image} --name disk --foreground --direct-io on --export nbd --listen unix:{socket}",
+    ),
+    Peer {
+        name: "blkq ublk",
+        quick: true,
+        way: Way::Device("blkq attach {image} --name disk --foreground --direct-io on --export ublk"),
+    },
+];
+
+/// Peers that serve a null device, which shows the cost of serving.
+const OVER_NOTHING: [Peer; 3] = [
+    Peer::nbd(
+        "qemu-nbd null-co",
+        "qemu-nbd -t -e 8 -x disk -k {socket} --image-opts driver=null-co,size={bytes}",
+    ),
+    Peer { name: "nbdkit null", quick: false, way: Way::Nbd("nbdkit -f -e disk -U {socket} null {bytes}") },
+    Peer::nbd(
+        BLKQ_NULL,
+        "blkq attach null:{bytes} --name disk --foreground --export nbd --listen unix:{socket}",
+    ),
 ];
 
 /// Additional time of a run in seconds: mostly the start and exit of fio.
@@ -82,17 +113,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let pace = pace(&bench.pace);
     let file = bench.file()?;
     let place = Place::new(file.path(), file.bytes())?;
-    let mut there = |peers: &'static [Peer]| -> Vec<&Peer> {
-        let lacks = |peer: &&Peer| match peer.lacks(&place) {
-            None => true,
-            Some(lack) => {
-                table.left_out.push(lack);
-                false
-            }
-        };
-        chosen(peers, pace.quick, |peer| peer.quick).filter(lacks).collect()
-    };
-    let (over_file, over_nothing) = (there(&OVER_FILE), there(&OVER_NOTHING));
+    let over_file = present(&OVER_FILE, pace.quick, &place, &RANDOM, &mut table);
+    let over_nothing = present(&OVER_NOTHING, pace.quick, &place, &RANDOM, &mut table);
     if pace.quick {
         let left_out = |peer: &&Peer| !peer.quick;
         let names = OVER_FILE.iter().chain(&OVER_NOTHING).filter(left_out).map(|peer| peer.name.to_owned());
@@ -129,64 +151,48 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 
 /// Adds the effects and targets of blkq relative to the peers that were measured.
 fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Comparison) {
-    let has = |comparison: &Comparison, name: &str| comparison.cases.iter().any(|case| case.name == name);
-    for comparison in comparisons.iter_mut().filter(|comparison| has(comparison, BLKQ)) {
-        let metric = if comparison.title == ONE.title { Metric::LatencyMeanUs } else { Metric::Iops };
-        let names: Vec<String> = comparison.cases.iter().map(|case| case.name.clone()).collect();
-        for name in names.iter().filter(|name| *name != BLKQ && *name != BLKQ_NULL) {
-            comparison.effect(format!("{BLKQ} relative to {name}"), name, BLKQ, metric, None);
-        }
-        let ratio =
-            |name: &str| comparison.effects.iter().find(|effect| effect.base == name).map(|e| e.ratio);
-        let wanted: &[(&str, Expected)] = match comparison.title.as_str() {
-            title if title == RANDOM.title => &[
-                (RAW, Expected::AtLeast(0.95)),
-                (QEMU_NBD, Expected::AtLeast(2.0)),
-                (LOOP_DIRECT, Expected::AtLeast(1.0)),
-            ],
-            title if title == SEQUENTIAL.title => &[(RAW, Expected::AtLeast(1.5))],
-            title if title == ONE.title => &[(QEMU_NBD, Expected::AtMost(0.6))],
-            _ => &[],
-        };
-        for (name, wanted) in wanted {
-            if let Some(ratio) = ratio(name) {
-                let title = format!("{}: {}, {BLKQ} / {name}", comparison.title, metric.label());
-                table.target(title, ratio, *wanted);
-            }
-        }
-        if comparison.title == ONE.title && has(comparison, BLKQ_NULL) {
+    let targets = [
+        (RANDOM.title, RAW, AtLeast(0.95)),
+        (RANDOM.title, QEMU_NBD, AtLeast(2.0)),
+        (RANDOM.title, LOOP_DIRECT, AtLeast(1.0)),
+        (SEQUENTIAL.title, RAW, AtLeast(1.5)),
+        (ONE.title, QEMU_NBD, AtMost(0.6)),
+    ];
+    for comparison in comparisons.iter_mut().filter(|comparison| comparison.has(BLKQ)) {
+        let is_one = comparison.title == ONE.title;
+        let metric = if is_one { Metric::LatencyMeanUs } else { Metric::Iops };
+        relate(table, comparison, BLKQ, metric, &targets);
+        if is_one && comparison.has(BLKQ_NULL) {
             let mean_us = |name: &str| comparison.case(name).median(Metric::LatencyMeanUs);
             let bound = 1.25 * mean_us(RAW) + mean_us(BLKQ_NULL);
             let title = format!("{}: mean us / (1.25 x {RAW} + round trip)", comparison.title);
-            table.target(title, mean_us(BLKQ) / bound, Expected::AtMost(1.0));
+            table.target(title, mean_us(BLKQ) / bound, AtMost(1.0));
         }
     }
-    if has(null, BLKQ_NULL) {
+    if null.has(BLKQ_NULL) {
         let us = null.case(BLKQ_NULL).median(Metric::ServerCpuNsPerIo) / 1e3;
-        table.target("null device, depth 64: server's processor time per I/O, us", us, Expected::AtMost(1.5));
+        table.target("null device, depth 64: server's processor time per I/O, us", us, AtMost(1.5));
     }
-    let blkq = || comparisons.iter().filter(|comparison| has(comparison, BLKQ));
-    let most = |of: &dyn Fn(&Comparison) -> f64| blkq().map(of).fold(f64::NAN, f64::max);
-    if blkq().next().is_none() {
+    let blkq: Vec<(&Comparison, &Case)> = comparisons
+        .iter()
+        .filter(|comparison| comparison.has(BLKQ))
+        .map(|comparison| (comparison, comparison.case(BLKQ)))
+        .collect();
+    if blkq.is_empty() {
         return;
     }
-    let own = |metric| move |comparison: &Comparison| comparison.case(BLKQ).max(metric);
-    let beyond_buffers = |comparison: &Comparison| {
+    let most = |metric| blkq.iter().map(|(_, case)| case.max(metric)).fold(f64::NAN, f64::max);
+    let beyond_buffers = blkq.iter().map(|(comparison, case)| {
         let job = JOBS.iter().find(|job| job.title == comparison.title).unwrap_or(&RANDOM);
-        own(Metric::ResidentMaxMib)(comparison) - (job.depth * job.block_bytes) as f64 / f64::from(1 << 20)
-    };
-    table.target("resident memory when idle, MiB", most(&own(Metric::ResidentMib)), Expected::AtMost(8.0));
+        case.max(Metric::ResidentMaxMib) - mib(job.depth as u64 * u64::from(job.block_bytes))
+    });
+    table.target("resident memory when idle, MiB", most(Metric::ResidentMib), AtMost(8.0));
     let title = "resident memory under load without buffers in flight, MiB";
-    table.target(title, most(&beyond_buffers), Expected::AtMost(8.0));
-    table.target(
-        "cached bytes of the file after the run, MiB",
-        most(&own(Metric::CachedMib)),
-        Expected::AtMost(0.0),
-    );
-    let start_ms: Vec<f64> =
-        blkq().flat_map(|comparison| comparison.case(BLKQ).figure(Metric::StartMs).samples.clone()).collect();
-    let start_ms = Figure::new(Metric::StartMs, start_ms).median;
-    table.target("start to ready, ms", start_ms, Expected::AtMost(20.0));
+    table.target(title, beyond_buffers.fold(f64::NAN, f64::max), AtMost(8.0));
+    table.target("cached bytes of the file after the run, MiB", most(Metric::CachedMib), AtMost(0.0));
+    let start_ms = blkq.iter().flat_map(|(_, case)| case.figure(Metric::StartMs).samples.clone());
+    let start_ms = Figure::new(Metric::StartMs, start_ms.collect()).median;
+    table.target("start to ready, ms", start_ms, AtMost(20.0));
 }
 
 /// Moves the figures of memory and start-up from the comparisons, which do not affect them, into one
@@ -197,19 +203,14 @@ fn memory(comparisons: &mut [Comparison]) -> Comparison {
     let mut all: Vec<Case> = Vec::new();
     for case in comparisons.iter_mut().flat_map(|comparison| &mut comparison.cases) {
         for figure in case.figures.extract_if(.., |figure| METRICS.contains(&figure.metric)) {
-            let of = match all.iter_mut().find(|of| of.name == case.name) {
-                Some(of) => of,
-                None => {
-                    all.push(Case { name: case.name.clone(), figures: Vec::new() });
-                    all.last_mut().expect("pushed above")
-                }
-            };
-            match of.figures.iter_mut().find(|of| of.metric == figure.metric) {
-                Some(of) => {
-                    let samples = of.samples.iter().chain(&figure.samples).copied().collect();
-                    *of = Figure::new(figure.metric, samples);
-                }
-                None => of.figures.push(figure),
+            let index = all.iter().position(|of| of.name == case.name).unwrap_or_else(|| {
+                all.push(Case { name: case.name.clone(), figures: Vec::new() });
+                all.len() - 1
+            });
+            let figures = &mut all[index].figures;
+            match figures.iter_mut().find(|of| of.metric == figure.metric) {
+                Some(of) => *of = Figure::new(figure.metric, [&of.samples[..], &figure.samples].concat()),
+                None => figures.push(figure),
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::bench::{Bench, Pace, case};
 use crate::load::local;
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{Comparison, Expected, Table};
+use crate::result::{Comparison, Expected::AtLeast, Table};
 
 /// Tags of the device: requests that it does at a time. Together with [`FAULT`], that is 100,000 IOPS.
 const DEPTH: u16 = 32;
@@ -24,15 +24,16 @@ const DEPTH: u16 = 32;
 const FAULT: &str = "delay=320us";
 
 const IN_PROCESS: &str = "in process";
-const NBD: Peer = Peer::of_blkq(
+const NBD: Peer = Peer::nbd(
     "blkq nbd",
     "blkq attach null:{bytes} --name disk --foreground --depth 32 --fault delay=320us --export nbd \
      --listen unix:{socket}",
 );
-const VHOST: vhost::Server = vhost::Server::of_blkq(
+const VHOST: Peer = Peer::vhost(
     "blkq vhost-user",
     "blkq attach null:{bytes} --name disk --foreground --depth 32 --fault delay=320us --export \
      vhost-user-blk",
+    1,
 );
 const CASES: usize = 3;
 
@@ -45,20 +46,14 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
     let cases = vec![
         case(IN_PROCESS, |length| in_process(place, length)),
         case(NBD.name, |length| NBD.visit(place, job, length)),
-        case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM.load(), length)),
+        case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM, length)),
     ];
     let title = format!("a device that does {DEPTH} requests at a time, in 320 us each, {}", job.title);
     let mut comparison = bench.compare_at(pace, &title, cases)?;
     for name in [NBD.name, VHOST.name] {
-        let effect = comparison.effect(
-            format!("{name} relative to {IN_PROCESS}"),
-            IN_PROCESS,
-            name,
-            Metric::Iops,
-            None,
-        );
-        let ratio = effect.ratio;
-        table.target(format!("{title}: {name} / {IN_PROCESS}"), ratio, Expected::AtLeast(0.95));
+        let title_of_effect = format!("{name} relative to {IN_PROCESS}");
+        let ratio = comparison.effect(title_of_effect, IN_PROCESS, name, Metric::Iops, None).ratio;
+        table.target(format!("{title}: {name} / {IN_PROCESS}"), ratio, AtLeast(0.95));
     }
     Ok(comparison)
 }
@@ -66,7 +61,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
 /// Runs the load on a queue that the measuring thread owns.
 fn in_process(place: &Place, length: Duration) -> Result<Run> {
     let options = DriverOptions { fault: Some(FAULT.parse()?), ..DriverOptions::default() };
-    let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes()), &options)?.driver;
+    let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes), &options)?.driver;
     let disk = Disk::builder_shared(driver).depth(DEPTH).build()?;
     let load = vhost::RANDOM.load();
     // This thread sleeps until the next completion with a timer that has slack by default (50 us). An engine waits in its
@@ -74,11 +69,5 @@ fn in_process(place: &Place, length: Duration) -> Result<Run> {
     set_current_timer_slack(NonZeroU64::new(1))?;
     let run = local::run(&disk, &load, length);
     set_current_timer_slack(None)?;
-    let run = run?;
-    let value = |metric| run.values.iter().find(|(of, _)| *of == metric).map_or(0.0, |(_, value)| *value);
-    Ok(Run { ios: run.ios, values: Vec::new() }
-        .with(Metric::Iops, value(Metric::Iops))
-        .with(Metric::LatencyMeanUs, value(Metric::NsPerIo) * load.depth as f64 / 1e3)
-        .with(Metric::ClientCpuNsPerIo, value(Metric::CpuNsPerIo))
-        .with(Metric::ClientSwitchesPerIo, value(Metric::ContextSwitchesPerIo)))
+    Ok(run?.of_client(load.depth))
 }

@@ -1,5 +1,6 @@
-//! The peers, and one measurement of a peer: start the server, run fio, read the counters, stop the server.
+//! The peers, and one measurement of a peer: start the server, run the client, read the counters, stop the server.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
@@ -16,12 +17,15 @@ use crate::Result;
 use crate::bench::{CaseRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
-use crate::measurement::Run;
+use crate::load::vhost::Client;
+use crate::load::{Load, raw};
+use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
+use crate::result::{Comparison, Expected, Table};
 
 /// How long a server may take to start.
-pub(super) const READY_WAIT: Duration = Duration::from_secs(10);
+pub const READY_WAIT: Duration = Duration::from_secs(10);
 /// How long a server idles before its memory is measured.
 const IDLE_TIME: Duration = Duration::from_millis(20);
 /// Exists if the kernel supports ublk.
@@ -31,8 +35,9 @@ const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 
 /// The image that the peers serve, and a directory for temporary files.
 pub struct Place {
-    image: PathBuf,
-    bytes: u64,
+    pub image: PathBuf,
+    /// Size of the image's device.
+    pub bytes: u64,
     scratch: PathBuf,
     /// `None` if another place owns the directory.
     _made: Option<Undo>,
@@ -50,48 +55,37 @@ impl Place {
     }
 
     /// A place with the same directory for `image`, whose device has the size `bytes`.
-    pub(super) fn of(&self, image: &Path, bytes: u64) -> Place {
+    pub fn of(&self, image: &Path, bytes: u64) -> Place {
         Place { image: image.to_owned(), bytes, scratch: self.scratch.clone(), _made: None }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    pub(super) fn image(&self) -> &Path {
-        &self.image
-    }
-
-    pub(super) fn file(&self, name: &str) -> PathBuf {
-        self.scratch.join(name)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.file("socket")
     }
 }
 
-/// How fio reaches the image.
+/// How a client reaches the image. A command line starts a server in the foreground. It is split at spaces; {image}, {bytes}
+/// and {socket} are replaced. `blkq` as first word is this program.
 #[derive(Clone, Copy)]
-enum Way {
-    /// I/O directly on the image file.
+pub enum Way {
+    /// fio directly on the image file.
     Raw,
-    /// Through a loop device of the kernel, with or without direct I/O.
+    /// fio on a loop device of the kernel, with or without direct I/O.
     Loop { direct: bool },
-    /// Through an NBD server that runs in the foreground. The command line is split at spaces; {image}, {bytes} and
-    /// {socket} are replaced. `blkq` as first word is this program.
+    /// fio and an NBD server.
     Nbd(&'static str),
-    /// Through a server that runs in the foreground and prints the path of its block device.
+    /// fio on the block device whose path the server prints.
     Device(&'static str),
+    /// io_uring of this process on the image file, with one call for all I/Os that are submitted together, or one call per
+    /// I/O.
+    Ring { one_by_one: bool },
+    /// io_uring of this process on a loop device with direct I/O.
+    RingOnLoop,
+    /// The front end in [`crate::vhost`] with this number of queues, and a vhost-user-blk server.
+    Vhost(&'static str, usize),
 }
 
 /// A server, or another way to the image, that is measured.
 pub struct Peer {
     pub name: &'static str,
-    /// The Debian package that contains the server.
-    package: &'static str,
     pub quick: bool,
-    way: Way,
+    pub way: Way,
 }
 
 /// The base of the comparisons.
@@ -101,260 +95,304 @@ pub const BLKQ: &str = "blkq nbd";
 pub const BLKQ_NULL: &str = "blkq nbd null";
 /// The kernel's loop device with direct I/O.
 pub const LOOP_DIRECT: &str = "kernel loop, direct";
-pub const QEMU_NBD: &str = "qemu-nbd";
-
-/// Peers that serve the file, without the page cache if they can.
-pub const OVER_FILE: [Peer; 8] = [
-    Peer { name: RAW, package: "", quick: true, way: Way::Raw },
-    Peer { name: LOOP_DIRECT, package: "", quick: true, way: Way::Loop { direct: true } },
-    Peer { name: "kernel loop, buffered", package: "", quick: false, way: Way::Loop { direct: false } },
-    Peer {
-        name: QEMU_NBD,
-        package: "qemu-utils",
-        quick: true,
-        way: Way::Nbd(
-            "qemu-nbd -f raw -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} \
-             {image}",
-        ),
-    },
-    Peer {
-        name: "qemu-storage-daemon",
-        package: "qemu-system-common",
-        quick: false,
-        way: Way::Nbd(
-            "qemu-storage-daemon --blockdev \
-             driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring \
-             --nbd-server addr.type=unix,addr.path={socket},max-connections=8 --export \
-             type=nbd,id=export,node-name=disk,name=disk,writable=on",
-        ),
-    },
-    Peer {
-        name: "nbdkit file, cache=none",
-        package: "nbdkit",
-        quick: false,
-        way: Way::Nbd("nbdkit -f -e disk -U {socket} file {image} cache=none"),
-    },
-    Peer {
-        name: BLKQ,
-        package: "",
-        quick: true,
-        way: Way::Nbd(
-            "blkq attach {image} --name disk --foreground --direct-io on --export nbd \
-             --listen unix:{socket}",
-        ),
-    },
-    Peer {
-        name: "blkq ublk",
-        package: "",
-        quick: true,
-        way: Way::Device("blkq attach {image} --name disk --foreground --direct-io on --export ublk"),
-    },
-];
-
-/// Peers that serve a null device, which shows the cost of serving.
-pub const OVER_NOTHING: [Peer; 3] = [
-    Peer {
-        name: "qemu-nbd null-co",
-        package: "qemu-utils",
-        quick: true,
-        way: Way::Nbd("qemu-nbd -t -e 8 -x disk -k {socket} --image-opts driver=null-co,size={bytes}"),
-    },
-    Peer {
-        name: "nbdkit null",
-        package: "nbdkit",
-        quick: false,
-        way: Way::Nbd("nbdkit -f -e disk -U {socket} null {bytes}"),
-    },
-    Peer {
-        name: BLKQ_NULL,
-        package: "",
-        quick: true,
-        way: Way::Nbd(
-            "blkq attach null:{bytes} --name disk --foreground --export nbd --listen \
-             unix:{socket}",
-        ),
-    },
-];
 
 /// The items of a quick run, or all.
-pub(super) fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
+pub fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
     all.iter().filter(move |one| is_quick(one) || !quick)
 }
 
+/// The peers that can be measured on this machine with `job`. Adds the reasons for the others to `table`.
+pub fn present(
+    peers: &'static [Peer],
+    quick: bool,
+    place: &Place,
+    job: &Job,
+    table: &mut Table,
+) -> Vec<&'static Peer> {
+    let mut peers: Vec<_> = chosen(peers, quick, |peer| peer.quick).collect();
+    peers.retain(|peer| {
+        let lack = peer.lacks(place, job);
+        table.left_out.extend(lack.clone());
+        lack.is_none()
+    });
+    peers
+}
+
 /// A case for each peer, in which the peer serves `place` for `job`.
-pub(super) fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
+pub fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
+/// Adds the ratios of `feature` to the other peers over the image, and the targets for ratios: the title of a comparison,
+/// the base, and the bound. A target whose base was not measured is omitted.
+pub fn relate(
+    table: &mut Table,
+    comparison: &mut Comparison,
+    feature: &str,
+    metric: Metric,
+    targets: &[(&str, &str, Expected)],
+) {
+    let names: Vec<String> = comparison.cases.iter().map(|case| case.name.clone()).collect();
+    for base in names.iter().filter(|name| ![feature, BLKQ_NULL].contains(&name.as_str())) {
+        comparison.effect(format!("{feature} relative to {base}"), base, feature, metric, None);
+    }
+    for (_, base, wanted) in targets.iter().filter(|(title, ..)| *title == comparison.title) {
+        if let Some(effect) = comparison.effects.iter().find(|effect| effect.base == *base) {
+            let name = format!("{}: {}, {feature} / {base}", comparison.title, metric.label());
+            table.target(name, effect.ratio, *wanted);
+        }
+    }
+}
+
+/// What a client uses while the server runs.
+enum Access {
+    Fio(Target),
+    /// io_uring of this process on the file or device.
+    Ring(PathBuf),
+    Guest(Client),
+}
+
 struct Ready {
-    target: Target,
-    child: Option<Child>,
+    access: Access,
+    server: Option<Child>,
     /// Keeps the loop device attached.
     _device: Option<KernelLoop>,
 }
 
 impl Peer {
-    /// An NBD server of this program, with its command line.
-    pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Peer {
-        Peer { name, package: "", quick: true, way: Way::Nbd(words) }
+    /// An NBD server with its command line.
+    pub const fn nbd(name: &'static str, words: &'static str) -> Peer {
+        Peer { name, quick: true, way: Way::Nbd(words) }
     }
 
-    /// An NBD server of a Debian package, with its command line.
-    pub(super) const fn of_package(name: &'static str, package: &'static str, words: &'static str) -> Peer {
-        Peer { name, package, quick: true, way: Way::Nbd(words) }
+    /// A vhost-user-blk server with its command line, and its number of queues.
+    pub const fn vhost(name: &'static str, words: &'static str, queues: usize) -> Peer {
+        Peer { name, quick: true, way: Way::Vhost(words, queues) }
     }
 
-    /// The reason why the peer cannot be measured on this machine. Starts the peer to find out.
-    pub fn lacks(&self, place: &Place) -> Option<String> {
-        let error = match self.start(place) {
-            Ok(ready) => {
-                if let Some(child) = ready.child {
-                    child.stop();
-                }
-                return None;
+    /// The reason why the peer cannot do `job` on this machine. Starts the peer to find out.
+    fn lacks(&self, place: &Place, job: &Job) -> Option<String> {
+        match self.start(place, job) {
+            Ok(Ready { access, server, _device }) => {
+                drop(access);
+                server.map(Child::stop);
+                None
             }
-            Err(error) => error,
-        };
-        Some(not_there(self.name, self.package, &error))
+            Err(error) => Some(not_there(self.name, self.package(), &error)),
+        }
     }
 
-    /// Whether a quick check finds what the peer requires; [`Peer::lacks`] is the full check.
+    /// Whether a quick check finds what the peer requires; [`present`] does the full check.
     pub fn may_be_there(&self) -> bool {
         !matches!(self.way, Way::Device(_)) || Path::new(UBLK_CONTROL).exists()
     }
 
-    /// Whether the peer is this program as NBD server.
-    fn is_blkq_nbd(&self) -> bool {
-        matches!(self.way, Way::Nbd(words) if words.starts_with("blkq "))
+    /// The command line of the server; empty without a server.
+    fn words(&self) -> &'static str {
+        match self.way {
+            Way::Nbd(words) | Way::Device(words) | Way::Vhost(words, _) => words,
+            Way::Raw | Way::Loop { .. } | Way::Ring { .. } | Way::RingOnLoop => "",
+        }
     }
 
-    fn start(&self, place: &Place) -> Result<Ready> {
-        match self.way {
-            Way::Raw => Ok(Ready { target: Target::Path(place.image.clone()), child: None, _device: None }),
-            Way::Loop { direct } => {
-                let device = KernelLoop::attach(&place.image, direct)?;
-                let target = Target::Path(device.path().to_owned());
-                Ok(Ready { target, child: None, _device: Some(device) })
+    fn is_blkq(&self) -> bool {
+        self.words().starts_with("blkq ")
+    }
+
+    /// The Debian package that contains the server.
+    fn package(&self) -> &'static str {
+        match self.words().split(' ').next() {
+            Some("qemu-nbd") => "qemu-utils",
+            Some("qemu-storage-daemon") => "qemu-system-common",
+            Some("nbdkit") => "nbdkit",
+            _ => "",
+        }
+    }
+
+    /// The socket of a server at `place`. The command chooses that of blkq's vhost-user export.
+    fn socket(&self, place: &Place) -> PathBuf {
+        let is_chosen = self.is_blkq() && matches!(self.way, Way::Vhost(..));
+        place.scratch.join(if is_chosen { "state/disk.vhost" } else { "socket" })
+    }
+
+    fn start(&self, place: &Place, job: &Job) -> Result<Ready> {
+        let socket = self.socket(place);
+        // A server that was killed has not removed its socket.
+        let _ = std::fs::remove_file(&socket);
+        let serve = |stdout| Child::start(command(self.words(), place, &socket)?, stdout);
+        let attached = |direct, access: fn(PathBuf) -> Access| {
+            let device = KernelLoop::attach(&place.image, direct)?;
+            Ok(Ready { access: access(device.path.clone()), server: None, _device: Some(device) })
+        };
+        let on_file = |path| Access::Fio(Target::Path(path));
+        let (access, server) = match self.way {
+            Way::Raw => (on_file(place.image.clone()), None),
+            Way::Ring { .. } => (Access::Ring(place.image.clone()), None),
+            Way::Loop { direct } => return attached(direct, on_file),
+            Way::RingOnLoop => return attached(true, Access::Ring),
+            Way::Nbd(_) => {
+                let mut server = serve(Stdio::null())?;
+                await_greeting(&socket, &mut server)?;
+                let uri = format!("nbd+unix:///disk?socket={}", socket.display());
+                (Access::Fio(Target::Uri(uri)), Some(server))
             }
-            Way::Nbd(words) => {
-                let socket = place.socket();
-                // A server that was killed has not removed its socket.
-                let _ = std::fs::remove_file(&socket);
-                let mut child = Child::start(command(words, place)?, Stdio::null())?;
-                await_greeting(&socket, &mut child)?;
-                let target = Target::Uri(format!("nbd+unix:///disk?socket={}", socket.display()));
-                Ok(Ready { target, child: Some(child), _device: None })
-            }
-            Way::Device(words) => {
+            Way::Device(_) => {
                 if !self.may_be_there() {
                     return Err(format!("{UBLK_CONTROL} does not exist; load the module ublk_drv").into());
                 }
-                let mut child = Child::start(command(words, place)?, Stdio::piped())?;
+                let mut server = serve(Stdio::piped())?;
                 let mut line = String::new();
-                if let Some(stdout) = child.stdout.take() {
+                if let Some(stdout) = server.stdout.take() {
                     BufReader::new(stdout).read_line(&mut line)?;
                 }
                 if line.is_empty() {
-                    return Err(child.exit_message().into());
+                    return Err(server.exit_message().into());
                 }
-                let target = Target::Path(PathBuf::from(line.trim()));
-                Ok(Ready { target, child: Some(child), _device: None })
+                (on_file(PathBuf::from(line.trim())), Some(server))
             }
-        }
+            Way::Vhost(_, queues) => {
+                let mut server = serve(Stdio::null())?;
+                (Access::Guest(connect(&socket, &mut server, &job.load(), queues)?), Some(server))
+            }
+        };
+        Ok(Ready { access, server, _device: None })
     }
 
-    /// Starts the peer, lets fio do `job` for `length`, and stops the peer.
+    /// Starts the peer, lets the client do `job` for `length`, and stops the peer.
     pub fn visit(&self, place: &Place, job: &Job, length: Duration) -> Result<Run> {
-        let image = std::fs::File::open(&place.image)?;
+        let image = File::open(&place.image)?;
         evict(&image)?;
         let began = Instant::now();
-        let Ready { target, child, _device } = self.start(place)?;
+        let Ready { mut access, server, _device } = self.start(place, job)?;
         let start_ms = began.elapsed().as_secs_f64() * 1e3;
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        let pid = child.as_ref().map(Child::pid);
-        let mut before = Usage::default();
-        let mut counted_before = [0; NBD_COUNTERS.len()];
-        let mut resident = 0;
-        if let Some(pid) = pid {
-            std::thread::sleep(IDLE_TIME);
-            resident = resident_bytes(&pid.to_string())?;
-            if job.warms_up() {
-                fio::run(&target, job, place.bytes, Length::Once, &place.scratch)?;
-                evict(&image)?;
-                if self.is_blkq_nbd() {
-                    counted_before = nbd_counters(place)?;
-                }
+        let watch =
+            server.map(|server| Watch::begin(self, place, job, server, &access, &image)).transpose()?;
+        let mut client = None;
+        // Processor time of the whole machine during the run, without fio.
+        let mut rest = Duration::ZERO;
+        let mut run = match &mut access {
+            Access::Fio(target) => {
+                let machine = machine_cpu()?;
+                let report = fio::run(target, job, place.bytes, Length::Time(length), &place.scratch)?;
+                rest = machine_cpu()?.saturating_sub(machine).saturating_sub(report.process.cpu);
+                client = Some(report.client);
+                report.run
             }
-            forget_resident_max(&pid.to_string())?;
-            before = Usage::of(pid)?;
-        }
-        let machine = machine_cpu()?;
-        let report = fio::run(&target, job, place.bytes, Length::Time(length), &place.scratch)?;
-        let machine = machine_cpu()?.saturating_sub(machine);
+            Access::Guest(client) => client.run(&job.load(), length)?,
+            Access::Ring(path) => {
+                let one_by_one = matches!(self.way, Way::Ring { one_by_one: true });
+                let load = Load { one_by_one, ..job.load() };
+                return Ok(raw::run(path, true, &load, length)?.of_client(load.depth));
+            }
+        };
         let cached = cached_bytes(&image)?;
-        let mut run = Run { ios: report.ios, values: Vec::new() }.with(Metric::Iops, report.iops);
-        run = run.with(Metric::LatencyMeanUs, report.mean_us);
-        let percentiles = [Metric::LatencyP50Us, Metric::LatencyP99Us, Metric::LatencyP999Us];
-        for (metric, value) in percentiles.into_iter().zip(report.percentiles_us) {
-            run = run.with(metric, value);
-        }
-        if let (Some(child), Some(pid)) = (child, pid) {
-            let resident_max = resident_max_bytes(&pid.to_string())?;
-            let cpu = Usage::of(pid)?.since(before).cpu;
-            if self.is_blkq_nbd() {
-                let counted = nbd_counters(place)?;
-                let counts =
-                    std::array::from_fn(|index| counted[index].saturating_sub(counted_before[index]));
-                run = with_nbd_counts(run, counts);
-            }
-            let switches = child.stop().since(before).context_switches;
-            run = run
-                .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
-                .per_io(Metric::ServerSwitchesPerIo, switches)
-                .with(Metric::ResidentMib, mib(resident))
-                .with(Metric::ResidentMaxMib, mib(resident_max));
+        if let Some(watch) = watch {
+            run = watch.end(run, access)?;
         } else if let Way::Loop { .. } = self.way {
-            // The kernel's loop workers serve other devices too and have no process: takes the time of the whole
-            // machine without fio.
-            let rest = machine.saturating_sub(report.process.cpu);
+            // The kernel's loop workers serve other devices too, and have no process.
             run = run.per_io(Metric::ServerCpuNsPerIo, rest.as_nanos() as u64);
         }
-        run = run
-            .per_io(Metric::ClientCpuNsPerIo, report.client.cpu.as_nanos() as u64)
-            .per_io(Metric::ClientSwitchesPerIo, report.client.context_switches);
+        if let Some(client) = client {
+            run = run
+                .per_io(Metric::ClientCpuNsPerIo, client.cpu.as_nanos() as u64)
+                .per_io(Metric::ClientSwitchesPerIo, client.context_switches);
+        }
         if !matches!(self.way, Way::Raw) {
             run = run.with(Metric::StartMs, start_ms);
         }
         Ok(run.with(Metric::CachedMib, mib(cached)))
     }
+
+    /// The values of [`NBD_COUNTERS`] so far, if the peer is blkq as NBD server.
+    fn nbd_counters(&self, place: &Place) -> Result<Option<[u64; NBD_COUNTERS.len()]>> {
+        if !(self.is_blkq() && matches!(self.way, Way::Nbd(_))) {
+            return Ok(None);
+        }
+        let output = command("blkq stat disk --json", place, Path::new(""))?.output()?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).trim().into());
+        }
+        let report: Value = serde_json::from_slice(&output.stdout)?;
+        let mut counters = [0; NBD_COUNTERS.len()];
+        for (counter, (_, name)) in counters.iter_mut().zip(NBD_COUNTERS) {
+            let value = report["nbd"][name].as_u64();
+            *counter = value.ok_or_else(|| format!("blkq stat --json contains no nbd.{name}"))?;
+        }
+        Ok(Some(counters))
+    }
 }
 
-/// Counters in `nbd` of `blkq stat --json`.
-const NBD_COUNTERS: [&str; 3] = ["receives", "sends", "receive_backoffs"];
+/// Counters in `nbd` of `blkq stat --json`, and their metrics.
+const NBD_COUNTERS: [(Metric, &str); 3] = [
+    (Metric::ReceivesPerIo, "receives"),
+    (Metric::SendsPerIo, "sends"),
+    (Metric::ReceiveBackoffsPerIo, "receive_backoffs"),
+];
 
-fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
-    let output = command("blkq stat disk --json", place)?.output()?;
-    if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).trim().into());
-    }
-    let report: Value = serde_json::from_slice(&output.stdout)?;
-    let mut counters = [0; NBD_COUNTERS.len()];
-    for (counter, name) in counters.iter_mut().zip(NBD_COUNTERS) {
-        *counter =
-            report["nbd"][name].as_u64().ok_or_else(|| format!("blkq stat --json contains no nbd.{name}"))?;
-    }
-    Ok(counters)
+/// A server whose client runs, with its counters before the run.
+struct Watch<'a> {
+    peer: &'a Peer,
+    place: &'a Place,
+    server: Child,
+    /// Resident memory of the idle server; `None` if a guest's memory is part of it.
+    resident: Option<u64>,
+    used: Usage,
+    counted: [u64; NBD_COUNTERS.len()],
 }
 
-fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()]) -> Run {
-    let [receives, sends, receive_backoffs] = counts;
-    run.per_io(Metric::ReceivesPerIo, receives)
-        .per_io(Metric::SendsPerIo, sends)
-        .per_io(Metric::ReceiveBackoffsPerIo, receive_backoffs)
+impl Watch<'_> {
+    /// Warms the server up if the job requires that, and reads the counters.
+    fn begin<'a>(
+        peer: &'a Peer,
+        place: &'a Place,
+        job: &Job,
+        server: Child,
+        access: &Access,
+        image: &File,
+    ) -> Result<Watch<'a>> {
+        let (mut resident, mut counted) = (None, [0; NBD_COUNTERS.len()]);
+        if let Access::Fio(target) = access {
+            std::thread::sleep(IDLE_TIME);
+            resident = Some(resident_bytes(server.pid)?);
+            if job.warms_up() {
+                fio::run(target, job, place.bytes, Length::Once, &place.scratch)?;
+                evict(image)?;
+                counted = peer.nbd_counters(place)?.unwrap_or(counted);
+            }
+        }
+        forget_resident_max(server.pid)?;
+        let used = Usage::of(server.pid)?;
+        Ok(Watch { peer, place, server, resident, used, counted })
+    }
+
+    /// Stops the server, and adds its metrics to `run`.
+    fn end(self, mut run: Run, access: Access) -> Result<Run> {
+        let mut resident_max = resident_max_bytes(self.server.pid)?;
+        let cpu = Usage::of(self.server.pid)?.since(self.used).cpu;
+        let counted = self.peer.nbd_counters(self.place)?;
+        for ((metric, _), (now, before)) in
+            NBD_COUNTERS.into_iter().zip(counted.into_iter().flatten().zip(self.counted))
+        {
+            run = run.per_io(metric, now.saturating_sub(before));
+        }
+        if let Access::Guest(client) = &access {
+            // The server maps the guest's memory, so its pages count for the server, too.
+            resident_max = resident_max.saturating_sub(client.memory_bytes() as u64);
+        }
+        drop(access);
+        let switches = self.server.stop().since(self.used).context_switches;
+        run = run
+            .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
+            .per_io(Metric::ServerSwitchesPerIo, switches);
+        if let Some(resident) = self.resident {
+            run = run.with(Metric::ResidentMib, mib(resident));
+        }
+        Ok(run.with(Metric::ResidentMaxMib, mib(resident_max)))
+    }
 }
 
 /// The line about a peer that did not start, with its package if the program does not exist.
-pub(super) fn not_there(name: &str, package: &str, error: &crate::Error) -> String {
+pub fn not_there(name: &str, package: &str, error: &crate::Error) -> String {
     let missing = error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::NotFound);
     if missing && !package.is_empty() {
         format!("{name}: not installed; install the package {package}")
@@ -364,11 +402,11 @@ pub(super) fn not_there(name: &str, package: &str, error: &crate::Error) -> Stri
 }
 
 /// Builds the command from a command line of [`Way`].
-pub(super) fn command(words: &str, place: &Place) -> Result<Command> {
+fn command(words: &str, place: &Place, socket: &Path) -> Result<Command> {
     let fill = |word: &str| {
         word.replace("{image}", &place.image.to_string_lossy())
             .replace("{bytes}", &place.bytes.to_string())
-            .replace("{socket}", &place.socket().to_string_lossy())
+            .replace("{socket}", &socket.to_string_lossy())
     };
     let mut words = words.split_whitespace();
     let mut command = match words.next() {
@@ -380,12 +418,10 @@ pub(super) fn command(words: &str, place: &Place) -> Result<Command> {
 }
 
 /// Waits until the server at `socket` greets a client.
-fn await_greeting(socket: &Path, child: &mut Child) -> Result {
+fn await_greeting(socket: &Path, server: &mut Child) -> Result {
     let until = Instant::now() + READY_WAIT;
     while Instant::now() < until {
-        if child.has_exited() {
-            return Err(child.exit_message().into());
-        }
+        server.check()?;
         let mut greeting = [0; GREETING.len()];
         if let Ok(mut stream) = UnixStream::connect(socket) {
             stream.set_read_timeout(Some(READY_WAIT))?;
@@ -396,6 +432,21 @@ fn await_greeting(socket: &Path, child: &mut Child) -> Result {
         std::thread::sleep(POLL_INTERVAL);
     }
     Err(format!("the server did not start within {READY_WAIT:?}").into())
+}
+
+/// Connects a guest to the server at `socket`, as soon as the server listens.
+fn connect(socket: &Path, server: &mut Child, load: &Load, queues: usize) -> Result<Client> {
+    let until = Instant::now() + READY_WAIT;
+    loop {
+        server.check()?;
+        // Retries the connection of the client itself: a server may accept only one client, so a trial connection would
+        // use it up.
+        match Client::connect(socket, load, queues) {
+            Err(error) if error.is::<std::io::Error>() && Instant::now() < until => {}
+            connected => return connected,
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
 }
 
 /// Processor time that all processors have used, without idle, iowait and steal (proc_stat(5)). The kernel reports ticks
