@@ -30,7 +30,7 @@ pub mod report;
 pub mod result;
 mod run;
 #[cfg(test)]
-mod schema;
+mod schema_tests;
 mod shuffle;
 mod summary;
 mod tables;

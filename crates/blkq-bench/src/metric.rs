@@ -2,140 +2,112 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A quantity by which runs are compared. Serialized as its name in kebab case.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub enum Metric {
+/// Declares the metrics. Each has a description, which is also the text of schema.json, and a column heading with the unit.
+macro_rules! metrics {
+    ($($(#[$description:meta])* $Name:ident: $label:literal,)*) => {
+        /// A quantity by which runs are compared. Serialized as its name in kebab case.
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        #[cfg_attr(test, derive(schemars::JsonSchema))]
+        pub enum Metric {
+            $($(#[$description])* $Name,)*
+        }
+
+        impl Metric {
+            /// Column heading, with the unit.
+            pub fn label(self) -> &'static str {
+                match self {
+                    $(Metric::$Name => $label,)*
+                }
+            }
+        }
+    };
+}
+
+metrics! {
     /// Completed I/Os per second.
-    Iops,
+    Iops: "IOPS",
     /// Wall time per I/O, in nanoseconds.
-    NsPerIo,
+    NsPerIo: "ns/IO",
     /// 1024 x 1024 bytes per second.
-    MibPerSecond,
+    MibPerSecond: "MiB/s",
     /// Mean latency, in microseconds.
-    LatencyMeanUs,
+    LatencyMeanUs: "mean us",
     /// Median latency, in microseconds.
-    LatencyP50Us,
+    LatencyP50Us: "p50 us",
     /// 99th percentile of the latency, in microseconds.
-    LatencyP99Us,
+    LatencyP99Us: "p99 us",
     /// 99.9th percentile of the latency, in microseconds.
-    LatencyP999Us,
+    LatencyP999Us: "p99.9 us",
     /// Longest latency, in microseconds.
-    LatencyMaxUs,
+    LatencyMaxUs: "max us",
     /// Processor time, user and system, per I/O, in nanoseconds.
-    CpuNsPerIo,
+    CpuNsPerIo: "cpu ns/IO",
     /// Processor time of the server alone per I/O, in nanoseconds.
-    ServerCpuNsPerIo,
+    ServerCpuNsPerIo: "server ns/IO",
     /// Processor time of the client alone per I/O, in nanoseconds.
-    ClientCpuNsPerIo,
+    ClientCpuNsPerIo: "client ns/IO",
     /// Voluntary and involuntary context switches per I/O.
-    ContextSwitchesPerIo,
+    ContextSwitchesPerIo: "switches/IO",
     /// Context switches of the kernel's io_uring workers, which run the operations that would block, per I/O.
-    WorkerSwitchesPerIo,
+    WorkerSwitchesPerIo: "worker sw/IO",
     /// Context switches of the server alone per I/O.
-    ServerSwitchesPerIo,
+    ServerSwitchesPerIo: "server sw/IO",
     /// Context switches of the client alone per I/O.
-    ClientSwitchesPerIo,
+    ClientSwitchesPerIo: "client sw/IO",
     /// Kicks of a vhost-user-blk server per I/O: writes of the front end to the kick eventfd.
-    KicksPerIo,
+    KicksPerIo: "kicks/IO",
     /// Calls of a vhost-user-blk server for which the front end slept, per I/O.
-    CallsPerIo,
+    CallsPerIo: "calls/IO",
     /// Receive operations of an NBD server per I/O.
-    ReceivesPerIo,
+    ReceivesPerIo: "receives/IO",
     /// Send operations of an NBD server per I/O.
-    SendsPerIo,
+    SendsPerIo: "sends/IO",
     /// Receive operations that an NBD server delayed because its client was busy reading, per I/O.
-    ReceiveBackoffsPerIo,
+    ReceiveBackoffsPerIo: "back-offs/IO",
     /// Calls of io_uring_enter per I/O.
-    EntersPerIo,
+    EntersPerIo: "enters/IO",
     /// Submissions to the ring per I/O.
-    SubmissionsPerIo,
+    SubmissionsPerIo: "sqes/IO",
     /// Clock reads per I/O.
-    ClockReadsPerIo,
+    ClockReadsPerIo: "clock/IO",
     /// Bios merged into a request, and requests merged into another request, per I/O.
-    MergesPerIo,
+    MergesPerIo: "merges/IO",
     /// Writes that the loop driver did in the system call of the preceding write, per I/O.
-    JoinedPerIo,
+    JoinedPerIo: "joined/IO",
     /// Mean size of a request at the driver, in KiB.
-    RequestKib,
+    RequestKib: "request KiB",
     /// Seeks of the modelled disk per request.
-    SeeksPerRequest,
+    SeeksPerRequest: "seeks/request",
     /// Highest number of reads of the file in flight.
-    ReadsInFlightMax,
+    ReadsInFlightMax: "reads max",
     /// Mean number of reads of the file in flight.
-    ReadsInFlightMean,
+    ReadsInFlightMean: "reads mean",
     /// Highest number of concurrent writers of the file.
-    WritersMax,
+    WritersMax: "writers",
     /// Threads that read concurrently.
-    Workers,
+    Workers: "workers",
     /// Wake-ups of submitters that waited for the request gate, per I/O.
-    WakeupsPerIo,
+    WakeupsPerIo: "wake-ups/IO",
     /// I/Os of the slowest submitter / I/Os of the fastest submitter.
-    ShareMinByMax,
+    ShareMinByMax: "min/max share",
     /// Pages of the file in the page cache after the run, in MiB.
-    CachedMib,
+    CachedMib: "cached MiB",
     /// Pages of the file in the page cache before the run, in MiB.
-    CachedBeforeMib,
+    CachedBeforeMib: "before MiB",
     /// Growth of the page cache of the file during the run, per I/O, in KiB.
-    CachedKibPerIo,
+    CachedKibPerIo: "cached KiB/IO",
     /// Resident memory of the server, in MiB.
-    ResidentMib,
+    ResidentMib: "RSS MiB",
     /// Highest resident memory of the server under load, in MiB.
-    ResidentMaxMib,
+    ResidentMaxMib: "RSS max MiB",
     /// Longest time for which a cached clock value was used, in microseconds.
-    ClockAgeMaxUs,
+    ClockAgeMaxUs: "age max us",
     /// Time from the start of the server until its first client is connected, in milliseconds.
-    StartMs,
+    StartMs: "start ms",
 }
 
 impl Metric {
-    /// Column heading, with the unit.
-    pub fn label(self) -> &'static str {
-        match self {
-            Metric::Iops => "IOPS",
-            Metric::NsPerIo => "ns/IO",
-            Metric::MibPerSecond => "MiB/s",
-            Metric::LatencyMeanUs => "mean us",
-            Metric::LatencyP50Us => "p50 us",
-            Metric::LatencyP99Us => "p99 us",
-            Metric::LatencyP999Us => "p99.9 us",
-            Metric::LatencyMaxUs => "max us",
-            Metric::CpuNsPerIo => "cpu ns/IO",
-            Metric::ServerCpuNsPerIo => "server ns/IO",
-            Metric::ClientCpuNsPerIo => "client ns/IO",
-            Metric::ContextSwitchesPerIo => "switches/IO",
-            Metric::WorkerSwitchesPerIo => "worker sw/IO",
-            Metric::ServerSwitchesPerIo => "server sw/IO",
-            Metric::ClientSwitchesPerIo => "client sw/IO",
-            Metric::KicksPerIo => "kicks/IO",
-            Metric::CallsPerIo => "calls/IO",
-            Metric::ReceivesPerIo => "receives/IO",
-            Metric::SendsPerIo => "sends/IO",
-            Metric::ReceiveBackoffsPerIo => "back-offs/IO",
-            Metric::EntersPerIo => "enters/IO",
-            Metric::SubmissionsPerIo => "sqes/IO",
-            Metric::ClockReadsPerIo => "clock/IO",
-            Metric::MergesPerIo => "merges/IO",
-            Metric::JoinedPerIo => "joined/IO",
-            Metric::RequestKib => "request KiB",
-            Metric::SeeksPerRequest => "seeks/request",
-            Metric::ReadsInFlightMax => "reads max",
-            Metric::ReadsInFlightMean => "reads mean",
-            Metric::WritersMax => "writers",
-            Metric::Workers => "workers",
-            Metric::WakeupsPerIo => "wake-ups/IO",
-            Metric::ShareMinByMax => "min/max share",
-            Metric::CachedMib => "cached MiB",
-            Metric::CachedBeforeMib => "before MiB",
-            Metric::CachedKibPerIo => "cached KiB/IO",
-            Metric::ResidentMib => "RSS MiB",
-            Metric::ResidentMaxMib => "RSS max MiB",
-            Metric::ClockAgeMaxUs => "age max us",
-            Metric::StartMs => "start ms",
-        }
-    }
-
     /// Formats a value with four significant digits and thousands separators.
     pub fn format(self, value: f64) -> String {
         if value != 0.0 && value.abs() < 0.001 {
