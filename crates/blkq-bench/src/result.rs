@@ -280,6 +280,21 @@ impl Table {
         }
     }
 
+    /// Adds the published figures. A row has a name, and the figures without and with the idea.
+    pub fn publish<N: Into<String>>(
+        &mut self,
+        [origin, setting, unit]: [&str; 3],
+        rows: impl IntoIterator<Item = (N, f64, f64)>,
+    ) {
+        let row = |(name, base, feature): (N, f64, f64)| PublishedRow { name: name.into(), base, feature };
+        self.published = Some(Published {
+            origin: origin.to_owned(),
+            setting: setting.to_owned(),
+            unit: unit.to_owned(),
+            rows: rows.into_iter().map(row).collect(),
+        });
+    }
+
     /// Adds a mechanism, and checks whether the counter keeps its bound.
     pub fn mechanism(&mut self, claim: impl Into<String>, value: f64, expected: Expected) {
         let seen = expected.holds(value);
@@ -301,6 +316,43 @@ impl Comparison {
     /// The case `name`. Panics if it does not exist, which is a bug of the table.
     pub fn case(&self, name: &str) -> &Case {
         self.cases.iter().find(|case| case.name == name).unwrap_or_else(|| panic!("no case {name}"))
+    }
+
+    pub fn median(&self, case: &str, metric: Metric) -> f64 {
+        self.case(case).median(metric)
+    }
+
+    /// A curve of `metric`, with a point for each x and the name of its case.
+    pub fn curve(
+        &self,
+        plot: &str,
+        name: &str,
+        x_label: &str,
+        metric: Metric,
+        points: impl Iterator<Item = (usize, String)>,
+    ) -> Curve {
+        let point = |(x, case): (usize, String)| {
+            let Figure { median, min, max, .. } = *self.case(&case).figure(metric);
+            Point { x: x as f64, median, min, max }
+        };
+        Curve {
+            plot: plot.to_owned(),
+            name: name.to_owned(),
+            x_label: x_label.to_owned(),
+            metric,
+            points: points.map(point).collect(),
+        }
+    }
+
+    /// Adds the ratios of `feature` to `base` in several metrics, each with the published ratio. Returns the ratios.
+    pub fn add_effects<const N: usize>(
+        &mut self,
+        name: &str,
+        base: &str,
+        feature: &str,
+        metrics: [(Metric, Option<f64>); N],
+    ) -> [f64; N] {
+        metrics.map(|(metric, published)| self.effect(name, base, feature, metric, published).ratio)
     }
 
     /// Adds the ratio of `feature` to `base` in `metric`, and returns it.
@@ -331,12 +383,14 @@ impl Comparison {
 }
 
 impl Case {
+    /// The figure of `metric`, if the case measured it.
+    pub fn find(&self, metric: Metric) -> Option<&Figure> {
+        self.figures.iter().find(|figure| figure.metric == metric)
+    }
+
     /// The figure of `metric`. Panics if the case did not measure it, which is a bug of the table.
     pub fn figure(&self, metric: Metric) -> &Figure {
-        self.figures
-            .iter()
-            .find(|figure| figure.metric == metric)
-            .unwrap_or_else(|| panic!("{}: no {metric:?}", self.name))
+        self.find(metric).unwrap_or_else(|| panic!("{}: no {metric:?}", self.name))
     }
 
     pub fn median(&self, metric: Metric) -> f64 {

@@ -75,7 +75,7 @@ fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
     let percentile = |share: f64| {
         f64::from(latencies_ns[((ios as f64 * share) as usize).min(latencies_ns.len() - 1)]) / 1e3
     };
-    Ok(Run { ios, values: Vec::new() }
+    Ok(Run::new(ios)
         .with(Metric::Iops, iops)
         .with(Metric::LatencyMeanUs, mean_us)
         .with(Metric::LatencyP50Us, percentile(0.5))

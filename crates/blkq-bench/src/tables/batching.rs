@@ -3,18 +3,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkq::drivers::null::{Null, NullOptions};
-use blkq::gate::BATCH_REQUESTS;
+use blkq::gate::{BATCH_REQUESTS, GateCounters};
 use blkq::{Disk, Driver};
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq_drivers::model::{Model, ModelCompletion, ModelOptions, SeekModel};
+use blkq_drivers::model::{ModelCompletion, SeekModel};
 
+use super::common::{model, null};
 use crate::bench::{Bench, Pace, case};
 use crate::load::submitters::{self, WARM_UP};
 use crate::load::{Load, Pattern};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{Comparison, Expected, Published, PublishedRow, Table};
+use crate::result::{
+    Comparison,
+    Expected::{AtLeast, AtMost, Exactly},
+    Table,
+};
 use crate::{Result, What};
 
 const SUBMITTERS: usize = 64;
@@ -70,32 +74,31 @@ impl Devices {
         Ok(Devices { off: device(false)?, on: device(true)? })
     }
 
-    fn null() -> Result<Devices> {
-        let options = NullOptions { zero_reads: false, ..NullOptions::new(DEVICE_BYTES) };
-        Devices::new(true, || Ok(Box::new(Null::new(options.clone())?)))
-    }
-
     fn model(merge: bool) -> Result<Devices> {
-        Devices::new(merge, || {
-            let mut options = ModelOptions::new(DEVICE_BYTES);
-            options.completion = ModelCompletion::Disk(disk_model());
-            options.zero_reads = false;
-            Ok(Box::new(Model::new(options)?))
-        })
+        Devices::new(merge, || model(DEVICE_BYTES, ModelCompletion::Disk(disk_model())))
     }
 
-    fn compare(&self, bench: &mut Bench, title: &str, load: &Load) -> Result<Comparison> {
+    /// Compares `load` without and with batching, and adds the ratios of `metrics` to the published ratios.
+    fn compare<const N: usize>(
+        &self,
+        bench: &mut Bench,
+        title: &str,
+        load: &Load,
+        metrics: [(Metric, Option<f64>); N],
+    ) -> Result<(Comparison, [f64; N])> {
         let cases = [("off", &self.off), ("on", &self.on)];
         let cases = cases.map(|(name, disk)| case(name, move |length| run_on(disk, load, length)));
-        bench.compare(title, cases.into())
+        let mut comparison = bench.compare(title, cases.into())?;
+        let ratios = comparison.add_effects("batching", "off", "on", metrics);
+        Ok((comparison, ratios))
     }
 }
 
 fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
-    let before = model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
+    let counters = || model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
+    let before = counters();
     let run = submitters::run(disk, SUBMITTERS, load, length)?;
-    let after = model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
-    Ok(match before.zip(after) {
+    Ok(match before.zip(counters()) {
         Some((before, after)) if after.0 > before.0 => {
             let per_request = (after.0 - before.0) as f64 / (after.1 - before.1) as f64;
             run.with(Metric::SeeksPerRequest, per_request)
@@ -113,7 +116,15 @@ fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Batching, "request batching: up to 32 requests per wake-up of a submitter");
-    table.published = Some(published());
+    let published = ROWS.iter().flat_map(|row| {
+        let named = FIGURES.iter().zip(row.published);
+        named.map(move |((_, figure), (base, feature))| (format!("{}, {figure}", row.name), base, feature))
+    });
+    let (base, feature) = SWITCHES_PER_SECOND;
+    let last = ("64 threads, context switches per second".to_owned(), base, feature);
+    let setting = "tiobench, one disk; context switches with 64 threads on an 8-way machine";
+    let head = ["request batching, Nick Piggin, 2003", setting, "as in each row"];
+    table.publish(head, published.chain([last]));
     let pace = bench.pace;
     bench.pace = disk_pace(pace);
     let mut all = modelled_disk(bench, &mut table)?;
@@ -129,52 +140,30 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let mut all = Vec::new();
     for row in &ROWS {
         let devices = Devices::model(false)?;
-        let load = row.load();
-        let mut comparison =
-            devices.compare(bench, &format!("modelled disk, {}, nothing merged", row.name), &load)?;
-        let ratio = |(base, feature): (f64, f64)| Some(feature / base);
-        let mut effect =
-            |metric, published| comparison.effect("batching", "off", "on", metric, ratio(published)).ratio;
-        let rate = effect(Metric::MibPerSecond, row.rate);
-        effect(Metric::LatencyMeanUs, row.latency_mean_ms);
-        effect(Metric::LatencyMaxUs, row.latency_max_ms);
+        let title = format!("modelled disk, {}, nothing merged", row.name);
+        let metrics: [_; FIGURES.len()] = std::array::from_fn(|index| {
+            let (base, feature) = row.published[index];
+            (FIGURES[index].0, Some(feature / base))
+        });
+        let (comparison, [rate, ..]) = devices.compare(bench, &title, &row.load(), metrics)?;
         if (row.pattern, row.write) == (Pattern::Sequential, true) {
-            table.target(
-                format!("modelled disk, {}, nothing merged: rate", row.name),
-                rate,
-                Expected::AtLeast(2.5),
-            );
-            let median = |case, metric| comparison.case(case).median(metric);
-            let (off, on) = ("off", "on");
-            table.mechanism(
-                "off: wake-ups per request",
-                median(off, Metric::WakeupsPerIo),
-                Expected::AtLeast(0.9),
-            );
-            table.mechanism(
-                "off: seeks per request of sequential streams",
-                median(off, Metric::SeeksPerRequest),
-                Expected::AtLeast(0.9),
-            );
-            table.mechanism(
-                "on: seeks per request of sequential streams",
-                median(on, Metric::SeeksPerRequest),
-                Expected::AtMost(0.1),
-            );
-            table.mechanism(
-                "on: wake-ups per request",
-                median(on, Metric::WakeupsPerIo),
-                Expected::AtMost(0.1),
-            );
+            table.target(format!("{title}: rate"), rate, AtLeast(2.5));
+            for (claim, case, metric, expected) in [
+                ("wake-ups per request", "off", Metric::WakeupsPerIo, AtLeast(0.9)),
+                ("seeks per request of sequential streams", "off", Metric::SeeksPerRequest, AtLeast(0.9)),
+                ("seeks per request of sequential streams", "on", Metric::SeeksPerRequest, AtMost(0.1)),
+                ("wake-ups per request", "on", Metric::WakeupsPerIo, AtMost(0.1)),
+            ] {
+                table.mechanism(format!("{case}: {claim}"), comparison.median(case, metric), expected);
+            }
         }
         table.comparisons.push(comparison);
         all.push(devices);
     }
     let devices = Devices::model(true)?;
     let load = Load::write(Pattern::Sequential, WINDOW);
-    let mut comparison =
-        devices.compare(bench, "modelled disk, sequential write, adjacent I/Os merge", &load)?;
-    comparison.effect("batching", "off", "on", Metric::MibPerSecond, None);
+    let title = "modelled disk, sequential write, adjacent I/Os merge";
+    let (comparison, _) = devices.compare(bench, title, &load, [(Metric::MibPerSecond, None)])?;
     table.comparisons.push(comparison);
     all.push(devices);
     Ok(all)
@@ -189,18 +178,19 @@ fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     };
     let (read, write) = (Load::read(Pattern::Random, WINDOW), Load::write(Pattern::Random, WINDOW));
     let all = vec![
-        ("null, random write", Devices::null()?, write),
+        ("null, random write", Devices::new(true, || null(DEVICE_BYTES))?, write),
         ("loop direct, random read", file()?, read),
         ("loop direct, random write", file()?, write),
     ];
+    let published = SWITCHES_PER_SECOND.1 / SWITCHES_PER_SECOND.0;
     for (title, devices, load) in &all {
-        let mut comparison = devices.compare(bench, title, load)?;
-        let switches = Metric::ContextSwitchesPerIo;
-        let published = Some(SWITCHES_PER_SECOND.1 / SWITCHES_PER_SECOND.0);
-        let ratio = comparison.effect("batching", "off", "on", switches, published).ratio;
-        comparison.effect("batching", "off", "on", Metric::Iops, None);
-        comparison.effect("batching", "off", "on", Metric::ShareMinByMax, None);
-        table.target(format!("{title}: context switches per I/O, on / off"), ratio, Expected::AtMost(0.1));
+        let metrics = [
+            (Metric::ContextSwitchesPerIo, Some(published)),
+            (Metric::Iops, None),
+            (Metric::ShareMinByMax, None),
+        ];
+        let (comparison, [ratio, ..]) = devices.compare(bench, title, load, metrics)?;
+        table.target(format!("{title}: context switches per I/O, on / off"), ratio, AtMost(0.1));
         table.comparisons.push(comparison);
     }
     Ok(all.into_iter().map(|(_, devices, _)| devices).collect())
@@ -209,30 +199,32 @@ fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
 fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     let off: Vec<_> = all.iter().map(|devices| devices.off.gate_counters()).collect();
     let on: Vec<_> = all.iter().map(|devices| devices.on.gate_counters()).collect();
-    let most = |counters: &[blkq::gate::GateCounters]| {
+    let most = |counters: &[GateCounters]| {
         let most = counters.iter().flat_map(|counters| counters.largest_in_flight).max();
         f64::from(most.unwrap_or(0)) / f64::from(DEPTH)
     };
     let grants: u64 = off.iter().map(|counters| counters.grants).sum();
-    let largest = on.iter().map(|counters| counters.largest_grant).max().unwrap_or(0);
-    table.mechanism("off: batches admitted", grants as f64, Expected::Exactly(0.0));
-    table.mechanism("off: most in flight / depth", most(&off), Expected::AtMost(1.0));
-    table.mechanism(
-        "on: largest batch admitted, in requests",
-        f64::from(largest),
-        Expected::AtMost(f64::from(BATCH_REQUESTS)),
-    );
-    table.mechanism("on: most in flight / depth", most(&on), Expected::AtMost(1.5));
+    let largest = f64::from(on.iter().map(|counters| counters.largest_grant).max().unwrap_or(0));
+    let largest_expected = AtMost(f64::from(BATCH_REQUESTS));
+    table.mechanism("off: batches admitted", grants as f64, Exactly(0.0));
+    table.mechanism("off: most in flight / depth", most(&off), AtMost(1.0));
+    table.mechanism("on: largest batch admitted, in requests", largest, largest_expected);
+    table.mechanism("on: most in flight / depth", most(&on), AtMost(1.5));
 }
 
-/// A pattern, and the published figures without and with batching.
+/// The compared figures of the modelled disk, and their names in the publication.
+const FIGURES: [(Metric, &str); 3] = [
+    (Metric::MibPerSecond, "MB/s"),
+    (Metric::LatencyMeanUs, "average latency, ms"),
+    (Metric::LatencyMaxUs, "longest latency, ms"),
+];
+
+/// A pattern, and the published [`FIGURES`] without and with batching.
 struct Row {
     name: &'static str,
     pattern: Pattern,
     write: bool,
-    rate: (f64, f64),
-    latency_mean_ms: (f64, f64),
-    latency_max_ms: (f64, f64),
+    published: [(f64, f64); FIGURES.len()],
 }
 
 const ROWS: [Row; 4] = [
@@ -240,33 +232,25 @@ const ROWS: [Row; 4] = [
         name: "sequential write",
         pattern: Pattern::Sequential,
         write: true,
-        rate: (4.85, 14.11),
-        latency_mean_ms: (77.80, 10.07),
-        latency_max_ms: (99359.39, 22805.47),
+        published: [(4.85, 14.11), (77.80, 10.07), (99359.39, 22805.47)],
     },
     Row {
         name: "sequential read",
         pattern: Pattern::Sequential,
         write: false,
-        rate: (11.13, 13.21),
-        latency_mean_ms: (46.10, 37.37),
-        latency_max_ms: (24668.01, 5691.66),
+        published: [(11.13, 13.21), (46.10, 37.37), (24668.01, 5691.66)],
     },
     Row {
         name: "random write",
         pattern: Pattern::Random,
         write: true,
-        rate: (0.46, 0.86),
-        latency_mean_ms: (14.48, 24.08),
-        latency_max_ms: (6173.90, 8753.66),
+        published: [(0.46, 0.86), (14.48, 24.08), (6173.90, 8753.66)],
     },
     Row {
         name: "random read",
         pattern: Pattern::Random,
         write: false,
-        rate: (0.97, 1.01),
-        latency_mean_ms: (519.86, 484.59),
-        latency_max_ms: (6444.66, 6604.93),
+        published: [(0.97, 1.01), (519.86, 484.59), (6444.66, 6604.93)],
     },
 ];
 
@@ -275,24 +259,7 @@ const SWITCHES_PER_SECOND: (f64, f64) = (2500.0, 140.0);
 
 impl Row {
     fn load(&self) -> Load {
-        if self.write { Load::write(self.pattern, WINDOW) } else { Load::read(self.pattern, WINDOW) }
-    }
-}
-
-fn published() -> Published {
-    let row = |name: String, (base, feature): (f64, f64)| PublishedRow { name, base, feature };
-    let mut rows = Vec::new();
-    for of in &ROWS {
-        rows.push(row(format!("{}, MB/s", of.name), of.rate));
-        rows.push(row(format!("{}, average latency, ms", of.name), of.latency_mean_ms));
-        rows.push(row(format!("{}, longest latency, ms", of.name), of.latency_max_ms));
-    }
-    rows.push(row("64 threads, context switches per second".into(), SWITCHES_PER_SECOND));
-    Published {
-        origin: "request batching, Nick Piggin, 2003".into(),
-        setting: "tiobench, one disk; context switches with 64 threads on an 8-way machine".into(),
-        unit: "as in each row".into(),
-        rows,
+        Load { write: self.write, ..Load::read(self.pattern, WINDOW) }
     }
 }
 

@@ -6,15 +6,18 @@ use std::time::{Duration, Instant};
 use blkq::{Disk, EngineThread};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use crate::bench::{Bench, Pace, case};
-use crate::cache::cold;
+use super::common::cold_case;
+use crate::bench::{Bench, Pace};
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::workers::together;
 use crate::load::{Load, Offsets, Pattern};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{resident_bytes, worker_switches};
-use crate::result::{Expected, Published, PublishedRow, Table};
+use crate::result::{
+    Expected::{AtLeast, AtMost},
+    Table,
+};
 use crate::{Result, What};
 
 /// Published figures: jobs, name, base, feature, and context switches with the feature / without.
@@ -105,18 +108,11 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         What::Direct,
         "direct: direct asynchronous I/O instead of the page cache, under a file system with its own cache",
     );
-    table.published = Some(Published {
-        origin: "loop with direct I/O and AIO, Ming Lei, 2015".into(),
-        setting: "ext4 on a loop device, file on an HDD, psync, 16 jobs of 400 MB or 1 job of 4000 MB".into(),
-        unit: "IOPS".into(),
-        rows: PUBLISHED
-            .map(|(jobs, name, base, feature, _)| PublishedRow { name: row_name(jobs, name), base, feature })
-            .into(),
-    });
-    let (path, bytes) = {
-        let file = bench.file()?;
-        (file.path().to_owned(), file.bytes())
-    };
+    let setting = "ext4 on a loop device, file on an HDD, psync, 16 jobs of 400 MB or 1 job of 4000 MB";
+    let rows = PUBLISHED.map(|(jobs, name, base, feature, _)| (row_name(jobs, name), base, feature));
+    table.publish(["loop with direct I/O and AIO, Ming Lei, 2015", setting, "IOPS"], rows);
+    let file = bench.file()?;
+    let (path, bytes) = (file.path().to_owned(), file.bytes());
     if let Err(error) = LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(&path) })
     {
         table.left_out.push(format!("direct: {error}"));
@@ -128,16 +124,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let of = |case: &'static str| table.comparisons.iter().map(move |comparison| comparison.case(case));
     let most = of("direct").map(|case| case.max(Metric::CachedMib)).fold(0.0, f64::max);
     let least = of("buffered").map(|case| case.min(Metric::CachedKibPerIo)).fold(f64::INFINITY, f64::min);
-    table.mechanism(
-        "direct: maximum MiB of the file in the page cache after a run",
-        most,
-        Expected::AtMost(1.0),
-    );
-    table.mechanism(
-        "buffered: minimum KiB of the file added to the page cache per I/O",
-        least,
-        Expected::AtLeast(3.5),
-    );
+    table.mechanism("direct: maximum MiB of the file in the page cache after a run", most, AtMost(1.0));
+    table.mechanism("buffered: minimum KiB of the file added to the page cache per I/O", least, AtLeast(3.5));
     table.notes = notes(bytes);
     Ok(table)
 }
@@ -156,30 +144,28 @@ fn compare(
     let pattern = if name.starts_with("rand") { Pattern::Random } else { Pattern::Sequential };
     let job = &Job { path: path.to_owned(), bytes, jobs, pattern, write: name.ends_with("write") };
     let ways = WAYS.map(|(way, direct_io, dispatch)| {
-        case(way, move |length| {
-            let mut run = cold(path, || job.run(direct_io, dispatch, length))?;
-            run.values.retain(|(metric, _)| *metric != Metric::NsPerIo);
-            Ok(run)
-        })
+        cold_case(path, way, &[Metric::NsPerIo], move |length| job.run(direct_io, dispatch, length))
     });
-    let title = format!("a file system's client over loop, cold, 4 KiB {}", row_name(jobs, name));
+    let row = row_name(jobs, name);
+    let title = format!("a file system's client over loop, cold, 4 KiB {row}");
     let mut comparison = bench.compare(&title, ways.into())?;
-    comparison.effect("direct", "buffered", "direct", Metric::Iops, Some(feature / base));
-    comparison.effect("direct", "buffered", "direct", Metric::ContextSwitchesPerIo, switches);
-    comparison.effect("direct", "buffered", "direct", Metric::CpuNsPerIo, None);
+    let metrics = [
+        (Metric::Iops, Some(feature / base)),
+        (Metric::ContextSwitchesPerIo, switches),
+        (Metric::CpuNsPerIo, None),
+    ];
+    comparison.add_effects("direct", "buffered", "direct", metrics);
     if name == "randwrite" {
         // Random writes are the only pattern here that the kernel gives to workers if buffered. A flush always uses one.
-        let switches = |way| comparison.case(way).median(Metric::WorkerSwitchesPerIo);
-        if switches("buffered") < WORKER_SWITCHES_MIN {
-            let message =
-                "context switches of io_uring workers: the file system does buffered writes without workers";
-            table.left_out.push(format!("{}: {message}", row_name(jobs, name)));
+        let switches = |way| comparison.median(way, Metric::WorkerSwitchesPerIo);
+        let (buffered, direct) = (switches("buffered"), switches("direct"));
+        if buffered < WORKER_SWITCHES_MIN {
+            table.left_out.push(format!(
+                "{row}: context switches of io_uring workers: the file system does buffered writes without workers"
+            ));
         } else {
-            table.mechanism(
-                format!("{}: context switches of io_uring workers, direct / buffered", row_name(jobs, name)),
-                switches("direct") / switches("buffered"),
-                Expected::AtMost(0.2),
-            );
+            let claim = format!("{row}: context switches of io_uring workers, direct / buffered");
+            table.mechanism(claim, direct / buffered, AtMost(0.2));
         }
     }
     table.comparisons.push(comparison);

@@ -6,12 +6,15 @@ use std::time::Duration;
 use blkq::Disk;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use crate::bench::{Bench, Pace, case};
-use crate::cache::cold;
+use super::common::cold_case;
+use crate::bench::{Bench, Pace};
 use crate::load::{Load, Pattern, local, raw, workers};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{Case, Comparison, Curve, Expected, Point, Published, PublishedRow, Table};
+use crate::result::{
+    Expected::{AtLeast, AtMost, Exactly},
+    Table,
+};
 use crate::{Result, What};
 
 const DEPTH: usize = 64;
@@ -21,6 +24,9 @@ const READ_SHARE: u64 = 4;
 const WRITE_SHARE: u64 = 8;
 /// Minimum number of blocks that writes use, because a shorter run could not be measured.
 const WRITES_MIN: u64 = (64 << 20) / 4096;
+/// Metrics that mean nothing in this table.
+const OMITTED: [Metric; 4] =
+    [Metric::NsPerIo, Metric::ClockReadsPerIo, Metric::SubmissionsPerIo, Metric::CachedMib];
 /// Published IOPS: pattern, before, and with concurrent dispatch.
 const PUBLISHED: [(&str, f64, f64); 4] = [
     ("randread", 1740.0, 25_318.0),
@@ -54,31 +60,13 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     Ok(run)
 }
 
-/// A cold run without the metrics that mean nothing in this table.
-fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
-    let mut run = cold(path, measure)?;
-    run.values.retain(|(metric, _)| {
-        !matches!(
-            metric,
-            Metric::NsPerIo | Metric::ClockReadsPerIo | Metric::SubmissionsPerIo | Metric::CachedMib
-        )
-    });
-    Ok(run)
-}
-
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Dispatch, "dispatch: concurrent reads and one writer, on a cold page cache");
-    table.published = Some(Published {
-        origin: "loop on blk-mq, Ming Lei, 2014".into(),
-        setting: "file on ext4 on an SSD, 4 KiB, libaio, depth 64, one job".into(),
-        unit: "IOPS".into(),
-        rows: PUBLISHED.map(|(name, base, feature)| PublishedRow { name: name.into(), base, feature }).into(),
-    });
-    let (path, bytes) = {
-        let file = bench.file()?;
-        (file.path().to_owned(), file.bytes())
-    };
+    let setting = "file on ext4 on an SSD, 4 KiB, libaio, depth 64, one job";
+    table.publish(["loop on blk-mq, Ming Lei, 2014", setting, "IOPS"], PUBLISHED);
+    let file = bench.file()?;
+    let (path, bytes) = (file.path().to_owned(), file.bytes());
     let blocks = bytes / 4096;
     let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
     for (name, base, feature) in PUBLISHED {
@@ -92,7 +80,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
     let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
-    table.mechanism("maximum MiB of the file in the page cache before a run", most, Expected::AtMost(1.0));
+    table.mechanism("maximum MiB of the file in the page cache before a run", most, AtMost(1.0));
     curve(bench, &mut table, &path, blocks)?;
     table.notes = NOTES.map(str::to_owned).into();
     Ok(table)
@@ -107,19 +95,22 @@ fn patterns(
     published: f64,
 ) -> Result {
     let one = Load { depth: 1, ..load };
-    let on = |dispatch, merge| move |length| cold_run(path, || on_loop(path, dispatch, merge, &load, length));
+    let on = |name: &str, dispatch, merge| {
+        cold_case(path, name, &OMITTED, move |length| on_loop(path, dispatch, merge, &load, length))
+    };
+    let raw = |name: &str, load: Load| {
+        cold_case(path, name, &OMITTED, move |length| raw::run(path, false, &load, length))
+    };
     let cases = vec![
-        case("one thread", |length| cold_run(path, || workers::run(path, &one, length))),
-        case("serial, unmerged", on(Dispatch::Serial, false)),
-        case("serial", on(Dispatch::Serial, true)),
-        case("concurrent", on(Dispatch::Concurrent, true)),
-        case("raw io_uring", |length| cold_run(path, || raw::run(path, false, &load, length))),
-        case("raw, one by one", |length| {
-            cold_run(path, || raw::run(path, false, &load.one_by_one(), length))
-        }),
+        cold_case(path, "one thread", &OMITTED, |length| workers::run(path, &one, length)),
+        on("serial, unmerged", Dispatch::Serial, false),
+        on("serial", Dispatch::Serial, true),
+        on("concurrent", Dispatch::Concurrent, true),
+        raw("raw io_uring", load),
+        raw("raw, one by one", load.one_by_one()),
     ];
-    let mut comparison =
-        bench.compare(&format!("loop buffered, cold, 4 KiB {name}, depth {DEPTH}"), cases)?;
+    let title = format!("loop buffered, cold, 4 KiB {name}, depth {DEPTH}");
+    let mut comparison = bench.compare(&title, cases)?;
     let mut effect = |name: &str, base, feature, published| {
         comparison.effect(name, base, feature, Metric::Iops, published).ratio
     };
@@ -131,34 +122,25 @@ fn patterns(
     let (serial, concurrent) = (comparison.case("serial"), comparison.case("concurrent"));
     if load.write {
         let writers = serial.max(Metric::WritersMax).max(concurrent.max(Metric::WritersMax));
-        table.mechanism(format!("{name}: maximum concurrent writers"), writers, Expected::Exactly(1.0));
-        table.target(format!("{name}: IOPS, concurrent / serial"), dispatch, Expected::AtLeast(0.95));
+        table.mechanism(format!("{name}: maximum concurrent writers"), writers, Exactly(1.0));
+        table.target(format!("{name}: IOPS, concurrent / serial"), dispatch, AtLeast(0.95));
     }
     match name {
         "randread" => {
+            let most = serial.max(Metric::ReadsInFlightMax);
             let mean = concurrent.median(Metric::ReadsInFlightMean);
-            table.mechanism(
-                "randread, serial: maximum reads in flight",
-                serial.max(Metric::ReadsInFlightMax),
-                Expected::Exactly(1.0),
-            );
-            table.mechanism(
-                "randread, concurrent: mean reads in flight",
-                mean,
-                Expected::AtLeast(DEPTH as f64 / 4.0),
-            );
-            let cold = comparison
-                .cases
-                .iter()
-                .map(|case| case.min(Metric::CachedKibPerIo))
-                .fold(f64::INFINITY, f64::min);
-            table.mechanism("randread: minimum KiB read from the file per I/O", cold, Expected::AtLeast(3.5));
-            table.target("randread: IOPS, concurrent / serial", dispatch, Expected::AtLeast(3.0));
-            table.target("randread: IOPS, concurrent / raw io_uring", by_raw, Expected::AtLeast(0.95));
+            let cold = comparison.cases.iter().map(|case| case.min(Metric::CachedKibPerIo));
+            let cold = cold.fold(f64::INFINITY, f64::min);
+            let mean_expected = AtLeast(DEPTH as f64 / 4.0);
+            table.mechanism("randread, serial: maximum reads in flight", most, Exactly(1.0));
+            table.mechanism("randread, concurrent: mean reads in flight", mean, mean_expected);
+            table.mechanism("randread: minimum KiB read from the file per I/O", cold, AtLeast(3.5));
+            table.target("randread: IOPS, concurrent / serial", dispatch, AtLeast(3.0));
+            table.target("randread: IOPS, concurrent / raw io_uring", by_raw, AtLeast(0.95));
         }
         "write" => {
             let merges = concurrent.median(Metric::MergesPerIo);
-            table.mechanism("write, concurrent: merges per I/O", merges, Expected::AtLeast(0.5));
+            table.mechanism("write, concurrent: merges per I/O", merges, AtLeast(0.5));
         }
         _ => {}
     }
@@ -174,40 +156,27 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     let mut cases = Vec::new();
     for &count in counts {
         let load = Load::read(Pattern::Sequential, count).at_most(blocks);
-        cases.push(case(name(KINDS[0], count), move |length| {
-            cold_run(path, || workers::run(path, &load, length))
+        cases.push(cold_case(path, name(KINDS[0], count), &OMITTED, move |length| {
+            workers::run(path, &load, length)
         }));
-        cases.push(case(name(KINDS[1], count), move |length| {
-            cold_run(path, || on_loop(path, Dispatch::Concurrent, false, &load, length))
+        cases.push(cold_case(path, name(KINDS[1], count), &OMITTED, move |length| {
+            on_loop(path, Dispatch::Concurrent, false, &load, length)
         }));
     }
     let comparison =
         bench.compare("loop buffered, cold, 4 KiB read, unmerged, 1 to N concurrent reads", cases)?;
     for (metric, what) in [(Metric::Iops, "rate"), (Metric::ContextSwitchesPerIo, "context switches")] {
+        let plot = format!("1 to N concurrent sequential reads, {what}");
         for kind in KINDS {
-            let point = |count: &usize| point(&comparison, &name(kind, *count), *count, metric);
-            table.curves.push(Curve {
-                plot: format!("1 to N concurrent sequential reads, {what}"),
-                name: kind.into(),
-                x_label: "concurrent reads".into(),
-                metric,
-                points: counts.iter().map(point).collect(),
-            });
+            let points = counts.iter().map(|count| (*count, name(kind, *count)));
+            table.curves.push(comparison.curve(&plot, kind, "concurrent reads", metric, points));
         }
     }
     let most = counts[counts.len() - 1];
-    let switches = |kind| comparison.case(&name(kind, most)).median(Metric::ContextSwitchesPerIo);
-    table.mechanism(
-        format!("{most} concurrent reads: context switches per I/O, concurrent / threads"),
-        switches(KINDS[1]) / switches(KINDS[0]),
-        Expected::AtMost(0.5),
-    );
+    let switches = |kind| comparison.median(&name(kind, most), Metric::ContextSwitchesPerIo);
+    let claim = format!("{most} concurrent reads: context switches per I/O, concurrent / threads");
+    table.mechanism(claim, switches(KINDS[1]) / switches(KINDS[0]), AtMost(0.5));
     Ok(())
-}
-
-fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point {
-    let case: &Case = comparison.case(case);
-    Point { x: x as f64, median: case.median(metric), min: case.min(metric), max: case.max(metric) }
 }
 
 const NOTES: [&str; 7] = [

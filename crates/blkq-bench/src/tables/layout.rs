@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, Pattern};
 use crate::metric::Metric;
-use crate::result::{Expected, Published, PublishedRow, Table};
+use crate::result::{
+    Expected::{AtLeast, Exactly},
+    Table,
+};
 use crate::{Result, What};
 
 mod padded;
@@ -75,23 +78,14 @@ const ROWS: [Row; 6] = [
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Layout, "cache lines: counters on lines that no other thread writes");
-    table.published = Some(Published {
-        origin: "cache-line aligned block_device, Jeff Moyer, 2012".into(),
-        setting: "4 processes, depth 1024, 4 KiB, asynchronous direct I/O, 8 GiB each".into(),
-        unit: "IOPS".into(),
-        rows: ROWS
-            .iter()
-            .map(|row| {
-                let (base, feature) = row.published;
-                PublishedRow { name: row.name.into(), base, feature }
-            })
-            .collect(),
-    });
-    let (shared, padded) = (shared::side::disk(SUBMITTERS)?, padded::side::disk(SUBMITTERS)?);
+    let setting = "4 processes, depth 1024, 4 KiB, asynchronous direct I/O, 8 GiB each";
+    let rows = ROWS.iter().map(|row| (row.name, row.published.0, row.published.1));
+    table.publish(["cache-line aligned block_device, Jeff Moyer, 2012", setting, "IOPS"], rows);
+    let disks = (shared::side::disk(SUBMITTERS)?, padded::side::disk(SUBMITTERS)?);
     for row in &ROWS {
-        owners(bench, &mut table, row, (&shared, &padded), Processors::All)?;
+        owners(bench, &mut table, row, &disks, Processors::All)?;
     }
-    owners(bench, &mut table, &ROWS[3], (&shared, &padded), Processors::One)?;
+    owners(bench, &mut table, &ROWS[3], &disks, Processors::One)?;
     let random = Work::new(Pattern::Random, 0);
     {
         let (shared, padded) = (shared::side::disk(1)?, padded::side::disk(1)?);
@@ -99,21 +93,13 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
             case("shared", |length| shared::side::submitters(&shared, &random, Processors::All, length)),
             case("padded", |length| padded::side::submitters(&padded, &random, Processors::All, length)),
         ];
-        let mut comparison =
-            bench.compare(&format!("null, randread, {SUBMITTERS} submitters to one engine"), cases)?;
-        comparison.effect("layout", "shared", "padded", Metric::Iops, None);
-        table.comparisons.push(comparison);
+        let title = format!("null, randread, {SUBMITTERS} submitters to one engine");
+        compare(bench, &mut table, &title, cases, [(Metric::Iops, None)])?;
     }
-    table.mechanism(
-        "padded: cache lines with words that different threads write",
-        padded::side::contended(&padded) as f64,
-        Expected::Exactly(0.0),
-    );
-    table.mechanism(
-        "shared: cache lines with words that different threads write",
-        shared::side::contended(&shared) as f64,
-        Expected::AtLeast(1.0),
-    );
+    let padded = padded::side::contended(&disks.1) as f64;
+    let shared = shared::side::contended(&disks.0) as f64;
+    table.mechanism("padded: cache lines with words that different threads write", padded, Exactly(0.0));
+    table.mechanism("shared: cache lines with words that different threads write", shared, AtLeast(1.0));
     table.left_out.push(
         "cache lines that move between processors (perf c2c): counting them needs hardware counters, which virtual \
          machines rarely have; the time per I/O is measured instead"
@@ -128,7 +114,7 @@ fn owners(
     bench: &mut Bench,
     table: &mut Table,
     row: &Row,
-    (shared, padded): (&Arc<blkq_shared_layout::Disk>, &Arc<blkq::Disk>),
+    (shared, padded): &(Arc<blkq_shared_layout::Disk>, Arc<blkq::Disk>),
     processors: Processors,
 ) -> Result {
     let work = Work::new(row.pattern, row.write_percent);
@@ -141,9 +127,19 @@ fn owners(
         Processors::One => (", on one processor", None),
     };
     let title = format!("null, {}, {SUBMITTERS} queues and owners{place}", row.name);
-    let mut comparison = bench.compare(&title, cases)?;
-    comparison.effect("layout", "shared", "padded", Metric::Iops, published);
-    comparison.effect("layout", "shared", "padded", Metric::CpuNsPerIo, None);
+    compare(bench, table, &title, cases, [(Metric::Iops, published), (Metric::CpuNsPerIo, None)])
+}
+
+/// Compares the cases, and adds the ratios of `metrics` to the published ratios.
+fn compare<const N: usize>(
+    bench: &mut Bench,
+    table: &mut Table,
+    title: &str,
+    cases: Vec<(String, CaseRun<'_>)>,
+    metrics: [(Metric, Option<f64>); N],
+) -> Result {
+    let mut comparison = bench.compare(title, cases)?;
+    comparison.add_effects("layout", "shared", "padded", metrics);
     table.comparisons.push(comparison);
     Ok(())
 }

@@ -6,15 +6,19 @@ use std::time::Duration;
 
 use blkq::disk::AutoLimiter;
 use blkq::throttle::Ceiling;
-use blkq::{Disk, StatGroup};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq_drivers::model::{Model, ModelCompletion, ModelOptions, RateModel};
+use blkq::{Disk, Driver, StatGroup};
+use blkq_drivers::model::{ModelCompletion, RateModel};
 
+use super::common::{direct_reader, model};
 use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{Comparison, Expected, Table};
+use crate::result::{
+    Comparison,
+    Expected::{AtLeast, AtMost},
+    Table,
+};
 use crate::{Result, What};
 
 const DEPTH: usize = 32;
@@ -59,24 +63,19 @@ impl Limited {
     }
 }
 
-fn model_disk() -> Result<Arc<Disk>> {
-    let mut options = ModelOptions::new(1 << 40);
-    (options.completion, options.zero_reads) = (ModelCompletion::RateLimited(MODEL), false);
-    Ok(Disk::builder(Box::new(Model::new(options)?)).build()?)
-}
-
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(
         What::Limit,
         "limit: a limit that finds the device's ceiling and keeps the rate just below it",
     );
     let load = Load::read(Pattern::Random, DEPTH);
+    let model = || model(1 << 40, ModelCompletion::RateLimited(MODEL));
     let (comparison, found) =
-        compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model_disk)?;
+        compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model)?;
     let p99 = ratio(&comparison, Metric::LatencyP99Us);
-    table.target("modelled disk: 99th percentile, limit / no limit", p99, Expected::AtMost(1.0 / 3.0));
+    table.target("modelled disk: 99th percentile, limit / no limit", p99, AtMost(1.0 / 3.0));
     let iops = ratio(&comparison, Metric::Iops);
-    table.target("modelled disk: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
+    table.target("modelled disk: throughput, limit / no limit", iops, AtLeast(0.97));
     table.comparisons.push(comparison);
     let mut notes = vec![match found {
         true => "the modelled disk has a token bucket that is refilled every 50 ms: at its ceiling, the disk completes \
@@ -86,13 +85,10 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     }];
 
     let path = bench.file()?.path().to_owned();
-    let open = || {
-        let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };
-        Ok(Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?)
-    };
-    let (comparison, found) = compare(bench, "the file, direct, 4 KiB random read", &load, open)?;
+    let (comparison, found) =
+        compare(bench, "the file, direct, 4 KiB random read", &load, || direct_reader(&path))?;
     let iops = ratio(&comparison, Metric::Iops);
-    table.target("the file: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
+    table.target("the file: throughput, limit / no limit", iops, AtLeast(0.97));
     table.comparisons.push(comparison);
     notes.push(match found {
         true => {
@@ -111,8 +107,9 @@ fn compare(
     bench: &mut Bench,
     title: &str,
     load: &Load,
-    open: impl Fn() -> Result<Arc<Disk>>,
+    driver: impl Fn() -> Result<Box<dyn Driver>>,
 ) -> Result<(Comparison, bool)> {
+    let open = || -> Result<Arc<Disk>> { Ok(Disk::builder(driver()?).build()?) };
     let plain = open()?;
     let limited = bench.progress.aside(|_| Limited::search(open()?, load))?;
     let on = |disk: Arc<Disk>| {
@@ -127,12 +124,11 @@ fn compare(
     let cases = vec![case("no limit", on(plain)), case("auto", on(limited.disk.clone()))];
     let pace = pace_of(&bench.pace);
     let mut comparison = bench.compare_at(pace, title, cases)?;
-    for metric in [Metric::Iops, Metric::LatencyP50Us, Metric::LatencyP99Us] {
-        comparison.effect("limit", "no limit", "auto", metric, None);
-    }
+    let metrics = [Metric::Iops, Metric::LatencyP50Us, Metric::LatencyP99Us];
+    comparison.add_effects("limit", "no limit", "auto", metrics.map(|metric| (metric, None)));
     Ok((comparison, limited.has_ceiling()))
 }
 
 fn ratio(comparison: &Comparison, metric: Metric) -> f64 {
-    comparison.case("auto").median(metric) / comparison.case("no limit").median(metric)
+    comparison.median("auto", metric) / comparison.median("no limit", metric)
 }

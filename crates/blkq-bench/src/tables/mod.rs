@@ -6,6 +6,7 @@ use crate::{Result, What};
 
 mod batching;
 mod clock;
+mod common;
 mod direct;
 mod dispatch;
 mod layout;

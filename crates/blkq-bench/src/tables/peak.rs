@@ -1,20 +1,20 @@
 //! Table `peak`: maximum IOPS on one core and on several, of the block layer alone (null, ram), and of the loop
 //! driver compared with raw io_uring.
 
-use std::sync::Arc;
-
+use blkq::Disk;
 use blkq::disk::QUEUES_MAX;
-use blkq::drivers::null::{Null, NullOptions};
 use blkq::drivers::ram::Ram;
-use blkq::{ClockMode, Disk, Driver};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 
+use super::common::{direct_reader, null};
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, Pattern, local, nop, raw};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{Curve, Expected, Point, Table};
-use crate::tables::clock::null_disk;
+use crate::result::{
+    Curve,
+    Expected::{AtLeast, AtMost},
+    Table,
+};
 use crate::{Result, What};
 
 /// Size of the ram device: larger than the caches of the processor.
@@ -61,12 +61,12 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 }
 
 fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
-    let null = &null_disk(ClockMode::Cached, true)?;
+    let null_disk = &Disk::builder(null(1 << 40)?).build()?;
     let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
     let line = |name, batch: usize| -> CaseRun<'_> {
         let load = Load::read(Pattern::Random, batch).batch(batch);
         match name {
-            NULL => Box::new(move |length| local::run(null, &load, length)),
+            NULL => Box::new(move |length| local::run(null_disk, &load, length)),
             RAM => Box::new(move |length| local::run(ram, &load, length)),
             _ => Box::new(move |length| nop::run(batch, length)),
         }
@@ -75,28 +75,23 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let cases = names.map(|name| (name.to_owned(), line(name, 32)));
     let mut comparison = bench.compare("no file, 4 KiB random read, batches of 32", cases.into())?;
     comparison.effect("null relative to io_uring NOP", NOP, NULL, Metric::Iops, None);
-    let rate = comparison.case(NULL).median(Metric::Iops) / 1e6;
+    let rate = comparison.median(NULL, Metric::Iops) / 1e6;
     table.comparisons.push(comparison);
     let what = "null, one core, batches of 32, iostats on, M IOPS";
-    table.target(what, rate, Expected::AtLeast(50.0));
-    table.target(format!("{what}: twice the 14 M IOPS of SPDK's null device"), rate, Expected::AtLeast(28.0));
+    table.target(what, rate, AtLeast(50.0));
+    table.target(format!("{what}: twice the 14 M IOPS of SPDK's null device"), rate, AtLeast(28.0));
 
     let points = batches(&bench.pace);
     table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
 
     let counts = threads();
-    let options = NullOptions { zero_reads: false, ..NullOptions::new(1 << 40) };
-    let shared = |count| -> Result<Arc<Disk>> {
-        let driver: Box<dyn Driver> = Box::new(Null::new(options.clone())?);
-        Ok(Disk::builder(driver).queues(count).build()?)
-    };
     let load = Load::read(Pattern::Random, 32).batch(32);
     let line = |name, count| -> CaseRun<'_> {
         Box::new(move |length| {
             if name == NOP {
                 return on_threads(count, |_| nop::run(32, length));
             }
-            let disk = shared(count)?;
+            let disk = Disk::builder(null(1 << 40)?).queues(count).build()?;
             on_threads(count, |index| {
                 let bytes = disk.limits().capacity_bytes;
                 local::on(&mut disk.open_queue(index)?, &load, bytes, length)
@@ -110,8 +105,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
 
 fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let path = bench.file()?.path().to_owned();
-    let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };
-    let disk: Arc<Disk> = Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?;
+    let disk = Disk::builder(direct_reader(&path)?).build()?;
     let raw = |name: &'static str, load: Load| {
         let path = &path;
         case(name, move |length| raw::run(path, true, &load, length))
@@ -134,8 +128,8 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
             |metric| comparison.effect(format!("{way}, relative to raw"), base, feature, metric, None).ratio;
         let (iops, cpu) = (ratio(Metric::Iops), ratio(Metric::CpuNsPerIo));
         let what = format!("loop direct / {RAW}, random read, submitted {way}");
-        table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(0.98));
-        table.target(format!("{what}: processor time per I/O"), cpu, Expected::AtMost(1.05));
+        table.target(format!("{what}: IOPS"), iops, AtLeast(0.98));
+        table.target(format!("{what}: processor time per I/O"), cpu, AtMost(1.05));
     }
     table.comparisons.push(comparison);
 
@@ -155,8 +149,8 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     for (base, iops_min) in [(single, 2.0), (batch, 1.1)] {
         let (iops, cpu) = (ratio(base, Metric::Iops), ratio(base, Metric::CpuNsPerIo));
         let what = format!("loop direct / {base}, sequential 4 KiB");
-        table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(iops_min));
-        table.target(format!("{what}: processor time per byte"), cpu, Expected::AtMost(0.5));
+        table.target(format!("{what}: IOPS"), iops, AtLeast(iops_min));
+        table.target(format!("{what}: processor time per byte"), cpu, AtMost(0.5));
     }
     table.comparisons.push(comparison);
 
@@ -185,16 +179,9 @@ fn curves<'a>(
     };
     let pace = point_pace(&bench.pace);
     let comparison = bench.compare_at(pace, plot, points.iter().flat_map(at).collect())?;
-    let point = |line: &str, x: usize| {
-        let figure = comparison.case(&title(line, x)).figure(Metric::Iops);
-        Point { x: x as f64, median: figure.median, min: figure.min, max: figure.max }
-    };
-    let curve = |line: &&str| Curve {
-        plot: plot.to_owned(),
-        name: (*line).to_owned(),
-        x_label: x_label.to_owned(),
-        metric: Metric::Iops,
-        points: points.iter().map(|x| point(line, *x)).collect(),
+    let curve = |line: &&str| {
+        let points = points.iter().map(|point| (*point, title(line, *point)));
+        comparison.curve(plot, line, x_label, Metric::Iops, points)
     };
     Ok(lines.iter().map(curve).collect())
 }
@@ -212,7 +199,7 @@ fn on_threads(count: usize, run: impl Fn(usize) -> Result<Run> + Sync) -> Result
     let runs = runs?;
     let iops = runs.iter().flat_map(|run| &run.values).filter(|(metric, _)| *metric == Metric::Iops);
     let iops = iops.map(|(_, value)| value).sum();
-    Ok(Run { ios: runs.iter().map(|run| run.ios).sum(), values: Vec::new() }.with(Metric::Iops, iops))
+    Ok(Run::new(runs.iter().map(|run| run.ios).sum()).with(Metric::Iops, iops))
 }
 
 #[cfg(test)]
@@ -221,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_iops_of_threads_add_up() {
-        let one = |index: usize| Ok(Run { ios: 10, values: Vec::new() }.with(Metric::Iops, index as f64));
+        let one = |index: usize| Ok(Run::new(10).with(Metric::Iops, index as f64));
         let run = on_threads(3, one).unwrap();
         assert_eq!((run.ios, run.values.as_slice()), (30, [(Metric::Iops, 3.0)].as_slice()));
         assert!(on_threads(2, |_| Err("no".into())).is_err());

@@ -3,7 +3,11 @@
 use crate::bench::{Bench, Pace, case};
 use crate::measurement::mib;
 use crate::metric::Metric;
-use crate::result::{Case, Comparison, Expected::AtLeast, Expected::AtMost, Figure, Table};
+use crate::result::{
+    Case, Comparison,
+    Expected::{AtLeast, AtMost},
+    Figure, Table,
+};
 use crate::{Result, What};
 
 mod child;

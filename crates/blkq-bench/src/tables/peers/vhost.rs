@@ -6,7 +6,11 @@ use super::peer::{LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, v
 use crate::Result;
 use crate::bench::{Bench, Pace};
 use crate::metric::Metric;
-use crate::result::{Comparison, Expected::AtLeast, Expected::AtMost, Table};
+use crate::result::{
+    Comparison,
+    Expected::{AtLeast, AtMost},
+    Table,
+};
 
 const BLKQ: &str = "blkq vhost-user";
 const BLKQ_NULL: &str = "blkq vhost-user null";
