@@ -1,6 +1,7 @@
 //! Prints the tables as text.
 
-use crate::result::{Comparison, Effect, Expected, Published, Table};
+use crate::metric::Metric;
+use crate::result::{Comparison, Curve, Effect, Expected, Published, Table};
 use crate::summary::{self, Headline};
 
 const WIDTH: usize = 108;
@@ -28,19 +29,11 @@ pub fn table(table: &Table) -> String {
     for comparison in &table.comparisons {
         text += &self::comparison(comparison);
     }
-    for plot in plots(table) {
-        text += &plot;
-    }
-    let mechanisms = table.mechanisms.iter().map(|mechanism| {
-        let seen = if mechanism.seen { "seen" } else { "NOT SEEN" };
-        judged(&mechanism.claim, mechanism.value, mechanism.expected, seen)
-    });
-    text += &titled("mechanisms", mechanisms.collect());
-    let targets = table.targets.iter().map(|target| {
-        let reached = if target.reached { "reached" } else { "missed" };
-        judged(&target.name, target.value, target.wanted, reached)
-    });
-    text += &titled("targets", targets.collect());
+    text += &plots(table);
+    let mechanisms = table.mechanisms.iter().map(|of| (&*of.claim, of.value, of.expected, of.seen));
+    text += &judged("mechanisms", ["seen", "NOT SEEN"], mechanisms);
+    let targets = table.targets.iter().map(|of| (&*of.name, of.value, of.wanted, of.reached));
+    text += &judged("targets", ["reached", "missed"], targets);
     if !table.left_out.is_empty() || !table.notes.is_empty() {
         text.push('\n');
     }
@@ -115,18 +108,14 @@ fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
     let mut rows = vec![vec![String::new()]];
     rows[0].extend(metrics.iter().map(|metric| metric.label().to_owned()));
     for case in &comparison.cases {
-        let figure = |metric| case.figures.iter().find(|figure| figure.metric == metric);
-        let mut row = vec![case.name.clone()];
-        row.extend(
-            metrics
-                .iter()
-                .map(|metric| figure(*metric).map_or("-".to_owned(), |figure| metric.format(figure.median))),
-        );
-        rows.push(row);
+        let cell = |metric: &Metric| {
+            case.find(*metric).map_or("-".to_owned(), |figure| metric.format(figure.median))
+        };
+        rows.push(std::iter::once(case.name.clone()).chain(metrics.iter().map(cell)).collect());
     }
     let Some(first) = metrics.first() else { return rows };
     let spreads = comparison.cases.iter().map(|case| {
-        let figure = case.figures.iter().find(|figure| figure.metric == *first)?;
+        let figure = case.find(*first)?;
         let percent = 100.0 * (figure.max - figure.min) / figure.median;
         percent.is_finite().then(|| format!("{percent:.0}%"))
     });
@@ -137,9 +126,9 @@ fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
     rows
 }
 
-/// Returns one text table per plot: a row for each x, a column for each curve.
-fn plots(table: &Table) -> Vec<String> {
-    let plot = |(name, curves): (&str, Vec<&crate::result::Curve>)| {
+/// One text table per plot: a row for each x, a column for each curve.
+fn plots(table: &Table) -> String {
+    let plot = |(name, curves): (&str, Vec<&Curve>)| {
         let mut rows = vec![vec![curves[0].x_label.clone()]];
         rows[0].extend(curves.iter().map(|curve| curve.name.clone()));
         for x in summary::places(&curves) {
@@ -156,13 +145,19 @@ fn plots(table: &Table) -> Vec<String> {
     summary::plots(table).into_iter().map(plot).collect()
 }
 
-fn judged(name: &str, value: f64, expected: Expected, verdict: &str) -> Vec<String> {
-    let (relation, bound) = summary::bound(expected);
-    let bound = format!("{relation} {}", summary::number(bound));
-    vec![name.to_owned(), summary::number(value), bound, verdict.to_owned()]
-}
-
-fn titled(title: &str, rows: Vec<Vec<String>>) -> String {
+/// The values with their bounds and verdicts, in the words for a good and a bad one. Without values there is no title.
+fn judged<'a>(
+    title: &str,
+    words: [&str; 2],
+    values: impl Iterator<Item = (&'a str, f64, Expected, bool)>,
+) -> String {
+    let row = |(name, value, expected, good): (&str, f64, Expected, bool)| {
+        let (relation, bound) = summary::bound(expected);
+        let bound = format!("{relation} {}", summary::number(bound));
+        let verdict = if good { words[0] } else { words[1] };
+        vec![name.to_owned(), summary::number(value), bound, verdict.to_owned()]
+    };
+    let rows: Vec<_> = values.map(row).collect();
     if rows.is_empty() { String::new() } else { format!("\n{title}\n{}", columns(&rows)) }
 }
 

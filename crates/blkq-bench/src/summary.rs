@@ -89,6 +89,12 @@ pub fn number(value: f64) -> String {
     if value == value.trunc() { format!("{value:.0}") } else { Metric::NsPerIo.format(value) }
 }
 
+/// The name that serde writes for a unit variant.
+pub fn name(variant: &impl serde::Serialize) -> String {
+    let json = serde_json::to_value(variant).unwrap_or_default();
+    json.as_str().unwrap_or_default().to_owned()
+}
+
 /// Formats a published figure with all its digits and thousands separators.
 pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())

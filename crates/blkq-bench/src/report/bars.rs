@@ -2,7 +2,7 @@
 //! readable on a phone.
 
 use super::html::{escape, width_em};
-use super::scale::{self, Scale};
+use super::scale::Scale;
 use crate::summary::wrap;
 
 /// Width of a plot in SVG units, which are pixels at its natural size.
@@ -138,9 +138,4 @@ impl Plot<'_> {
         }
         drawn + "</g>\n"
     }
-}
-
-/// A bar's tick on an axis of ratios.
-pub fn times(value: f64) -> String {
-    format!("\u{d7}{}", scale::label(value))
 }

@@ -1,12 +1,7 @@
 //! All figures as CSV (RFC 4180): a line for each round of a run, and for each point of a curve.
 
 use crate::result::Results;
-
-/// The name that serde writes for a unit variant.
-fn name(value: &impl serde::Serialize) -> String {
-    let value = serde_json::to_value(value).unwrap_or_default();
-    value.as_str().unwrap_or_default().to_owned()
-}
+use crate::summary::name;
 
 /// A CSV field, quoted if required.
 fn field(text: &str) -> String {

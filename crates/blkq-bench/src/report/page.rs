@@ -1,10 +1,10 @@
 //! The HTML page: the results of each table.
 
 use super::html::{base64, escape, table as html_table};
-use super::plots::{self, ratio_and_spread};
+use super::plots::{self, ratio_and_spread, times};
 use crate::metric::Metric;
 use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
-use crate::summary::{self, number};
+use crate::summary::{self, name, number};
 
 pub const PAGE: &str = "index.html";
 pub(super) const JSON: &str = "results.json";
@@ -67,8 +67,8 @@ fn card(table: &Table) -> String {
     let (big, small) = match summary::headline(table) {
         Some(found) => {
             let Effect { published_ratio, name, metric, .. } = found.effect;
-            let published = published_ratio
-                .map_or(String::new(), |ratio| format!(", published \u{d7}{}", summary::ratio(ratio)));
+            let published = published_ratio.map(|ratio| format!(", published {}", times(ratio)));
+            let published = published.unwrap_or_default();
             (ratio_and_spread(found.effect), format!("{name}: {}{published}", metric.label()))
         }
         None => table
@@ -76,7 +76,7 @@ fn card(table: &Table) -> String {
             .first()
             .map_or_else(Default::default, |target| (number(target.value), target.name.clone())),
     };
-    let id = id(table);
+    let id = name(&table.name);
     let count = |done: usize, all: usize, what: &str, good: &str| {
         let class = if done == all { "good" } else { "bad" };
         let counted = format!("<span class=\"pill {class}\">{done} of {all} {what} {good}</span>");
@@ -94,21 +94,13 @@ fn card(table: &Table) -> String {
     )
 }
 
-/// The name of the table on the command line, as id of its section.
-fn id(table: &Table) -> String {
-    serde_json::to_value(table.name)
-        .ok()
-        .and_then(|name| name.as_str().map(str::to_owned))
-        .unwrap_or_default()
-}
-
 fn section(table: &Table) -> String {
-    let id = id(table);
+    let id = name(&table.name);
     let mut html = format!("<section id=\"{id}\">\n<h2>{}</h2>\n", escape(&table.title));
     if let Some(found) = summary::headline(table) {
         let Effect { feature, base, metric, published_ratio, .. } = found.effect;
-        let published = published_ratio
-            .map_or(String::new(), |ratio| format!(", where \u{d7}{} was published", summary::ratio(ratio)));
+        let published = published_ratio.map(|ratio| format!(", where {} was published", times(ratio)));
+        let published = published.unwrap_or_default();
         html += &format!(
             "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} relative to {}; {}.</p>\n",
             escape(&ratio_and_spread(found.effect)),
@@ -119,11 +111,13 @@ fn section(table: &Table) -> String {
         );
     }
     html += &format!("<div class=\"plots\">\n{}</div>\n", plots::figures(table, &id));
+    let mechanisms = table.mechanisms.iter().map(|of| (&*of.claim, of.value, of.expected, of.seen));
+    let targets = table.targets.iter().map(|of| (&*of.name, of.value, of.wanted, of.reached));
     html += &format!(
         "<div class=\"facts\">\n{}{}{}</div>\n",
         published(table),
-        mechanisms(table),
-        targets(table)
+        judged("Mechanisms", ["Claim", "counted", "expected", ""], ["seen", "not seen"], mechanisms),
+        judged("Targets", ["Target", "measured", "wanted", ""], ["reached", "missed"], targets)
     );
     if !table.comparisons.is_empty() {
         html += "<h3>Figures</h3>\n";
@@ -146,7 +140,7 @@ fn published(table: &Table) -> String {
             &published_row.name,
             &summary::exact(published_row.base),
             &summary::exact(published_row.feature),
-            &format!("\u{d7}{}", summary::ratio(published_row.ratio())),
+            &times(published_row.ratio()),
             &effect.map_or("-".to_owned(), ratio_and_spread),
         ]));
     }
@@ -158,45 +152,31 @@ fn published(table: &Table) -> String {
     )
 }
 
-/// A verdict as a coloured word: colour alone would not be accessible.
-fn pill(good: bool, words: [&str; 2]) -> String {
-    let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
-    format!("<span class=\"pill {class}\">{word}</span>")
-}
-
-fn judged(name: &str, value: f64, expected: Expected, verdict: String) -> Vec<String> {
-    let (relation, bound) = summary::bound(expected);
-    let sign = match relation {
-        ">=" => "\u{2265}",
-        "<=" => "\u{2264}",
-        other => other,
-    };
-    let mut cells = row(&[name, &number(value), &format!("{sign} {}", number(bound))]);
-    cells.push(verdict);
-    cells
-}
-
-fn mechanisms(table: &Table) -> String {
-    if table.mechanisms.is_empty() {
-        return String::new();
-    }
-    let mut rows = vec![row(&["Claim", "counted", "expected", ""])];
-    rows.extend(table.mechanisms.iter().map(|mechanism| {
-        let verdict = pill(mechanism.seen, ["seen", "not seen"]);
-        judged(&mechanism.claim, mechanism.value, mechanism.expected, verdict)
+/// A table of values with their bounds and verdicts, in the words for a good and a bad one. A verdict is a coloured word,
+/// because colour alone would not be accessible. Without values there is no table.
+fn judged<'a>(
+    title: &str,
+    heading: [&str; 4],
+    words: [&str; 2],
+    values: impl Iterator<Item = (&'a str, f64, Expected, bool)>,
+) -> String {
+    let mut rows = vec![row(&heading)];
+    rows.extend(values.map(|(name, value, expected, good)| {
+        let (relation, bound) = summary::bound(expected);
+        let sign = match relation {
+            ">=" => "\u{2265}",
+            "<=" => "\u{2264}",
+            other => other,
+        };
+        let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
+        let mut cells = row(&[name, &number(value), &format!("{sign} {}", number(bound))]);
+        cells.push(format!("<span class=\"pill {class}\">{word}</span>"));
+        cells
     }));
-    format!("<div><h3>Mechanisms</h3>\n{}</div>\n", html_table(&rows))
-}
-
-fn targets(table: &Table) -> String {
-    if table.targets.is_empty() {
-        return String::new();
+    match rows.len() {
+        1 => String::new(),
+        _ => format!("<div><h3>{title}</h3>\n{}</div>\n", html_table(&rows)),
     }
-    let mut rows = vec![row(&["Target", "measured", "wanted", ""])];
-    rows.extend(table.targets.iter().map(|target| {
-        judged(&target.name, target.value, target.wanted, pill(target.reached, ["reached", "missed"]))
-    }));
-    format!("<div><h3>Targets</h3>\n{}</div>\n", html_table(&rows))
 }
 
 fn comparison(comparison: &Comparison) -> String {
@@ -205,7 +185,7 @@ fn comparison(comparison: &Comparison) -> String {
     heading.extend(metrics.iter().map(|metric| metric.label()));
     let mut rows = vec![row(&heading)];
     for case in &comparison.cases {
-        let cell = |metric: &Metric| match case.figures.iter().find(|figure| figure.metric == *metric) {
+        let cell = |metric: &Metric| match case.find(*metric) {
             Some(Figure { median, min, max, .. }) => {
                 let range = format!("{} to {}", metric.format(*min), metric.format(*max));
                 let range = if min == max { String::new() } else { format!("<small>{range}</small>") };
@@ -225,7 +205,7 @@ fn comparison(comparison: &Comparison) -> String {
     if !comparison.effects.is_empty() {
         let mut rows = vec![row(&["Comparison", "metric", "measured ratio", "published ratio"])];
         rows.extend(comparison.effects.iter().map(|effect| {
-            let published = effect.published_ratio.map(|ratio| format!("\u{d7}{}", summary::ratio(ratio)));
+            let published = effect.published_ratio.map(times);
             let mut cells = row(&[
                 &effect.name,
                 effect.metric.label(),

@@ -55,11 +55,7 @@ fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
 }
 
 fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
-    let figures = || {
-        comparison.cases.iter().filter_map(|case| {
-            case.figures.iter().find(|figure| figure.metric == metric).map(|figure| (case, figure))
-        })
-    };
+    let figures = || comparison.cases.iter().filter_map(|case| Some((case, case.find(metric)?)));
     let most = figures().map(|(_, figure)| figure.max).fold(0.0, f64::max);
     let rows = figures().map(|(case, figure)| {
         let value = metric.format(figure.median);
@@ -116,7 +112,7 @@ fn ratios(table: &Table, id: &str) -> Option<String> {
         title: "Ratios, published and measured".to_owned(),
         scale: Scale::log(&values, bars::AXIS.0, bars::AXIS.1),
         begin: 1.0,
-        tick: bars::times,
+        tick: |value| format!("\u{d7}{}", scale::label(value)),
         axis: "feature / base",
         rows,
     };
@@ -124,16 +120,19 @@ fn ratios(table: &Table, id: &str) -> Option<String> {
 }
 
 fn value(effect: &Effect) -> String {
-    let published = effect
-        .published_ratio
-        .map_or(String::new(), |ratio| format!(" (published \u{d7}{})", summary::ratio(ratio)));
-    format!("{}{published}", ratio_and_spread(effect))
+    let published = effect.published_ratio.map(|ratio| format!(" (published {})", times(ratio)));
+    ratio_and_spread(effect) + &published.unwrap_or_default()
+}
+
+/// `×2.54`.
+pub fn times(ratio: f64) -> String {
+    format!("\u{d7}{}", summary::ratio(ratio))
 }
 
 /// `×2.54 ±2 %`; `~` marks a ratio that is not clear.
 pub fn ratio_and_spread(effect: &Effect) -> String {
     let unclear = if effect.clear { "" } else { "~" };
-    format!("{unclear}\u{d7}{} \u{b1}{}", summary::ratio(effect.ratio), summary::spread(effect))
+    format!("{unclear}{} \u{b1}{}", times(effect.ratio), summary::spread(effect))
 }
 
 fn range(effect: &Effect) -> Option<(f64, f64)> {
@@ -157,7 +156,7 @@ fn ratio_bars(effect: &Effect) -> Vec<Bar> {
         value: ratio,
         range: None,
         class: "published",
-        title: format!("published \u{d7}{}", summary::ratio(ratio)),
+        title: format!("published {}", times(ratio)),
     }));
     bars
 }
