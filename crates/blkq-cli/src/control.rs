@@ -22,8 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::bitmaps::BitmapChange;
-use crate::complain;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::similar::closest;
@@ -178,7 +177,7 @@ const STOP_TIMEOUTS: StopTimeouts =
 /// exited. Fails with the daemon's error, or if the daemon does not answer or stop in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
     call_with(dir, name, request, STOP_TIMEOUTS, |what| {
-        complain(&Failure::new(format!("{name}: waiting for {what}")));
+        print_error(&Failure::new(format!("{name}: waiting for {what}")));
     })
 }
 

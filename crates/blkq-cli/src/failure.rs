@@ -1,7 +1,7 @@
 //! Failures of commands: one line for the user, and an exit code.
 
 use std::fmt;
-use std::process::ExitCode;
+use std::io::Write;
 
 use blkq::ErrorKind;
 use blkq::text::escaped;
@@ -78,17 +78,10 @@ impl Failure {
 
 const HELD_HINT: &str = "`blkq resume` reissues them, `blkq resume --fail` fails them";
 
-/// Calls `what` for each element, even if it failed for earlier ones. Failures are printed immediately, and
-/// only the exit code remains.
-pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<ExitCode> {
-    let mut code = ExitCode::SUCCESS;
-    for one in all {
-        if let Err(failure) = what(one) {
-            crate::complain(&failure);
-            code = ExitCode::from(EXIT_FAILED);
-        }
-    }
-    Ok(code)
+/// Prints a failure on standard error, in one line.
+pub fn print_error(failure: &Failure) {
+    // `eprintln!` panics if standard error is closed.
+    let _ = writeln!(std::io::stderr(), "blkq: {failure}");
 }
 
 impl fmt::Display for Failure {

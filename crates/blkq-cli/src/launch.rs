@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::{REPLY_BYTES_MAX, Reply};
 use crate::descriptors::inherit_standard_only;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::{DeviceInfo, ordered};
 use crate::options::{AttachOptions, Record};
-use crate::print_line;
+use crate::output::print_line;
 
 /// How long to wait for the exit of a daemon that failed to start.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -152,7 +152,7 @@ pub fn report(info: &DeviceInfo) -> Outcome {
 
 pub fn warn(info: &DeviceInfo) {
     for warning in &info.warnings {
-        crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
+        print_error(&Failure::new(format!("{}: warning: {warning}", info.name)));
     }
 }
 

@@ -8,7 +8,6 @@
 // maintainer.
 #![allow(missing_docs)]
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
@@ -40,6 +39,7 @@ pub mod log;
 pub mod metrics;
 pub mod operations;
 pub mod options;
+pub mod output;
 pub mod parent;
 pub mod pid_file;
 mod record_lock;
@@ -58,7 +58,7 @@ mod uri;
 pub mod usage;
 
 use commands::Cli;
-use failure::{EXIT_FAILED, Failure, Outcome};
+use failure::{EXIT_FAILED, print_error};
 
 /// Runs the command line of this process. Returns the exit code: 0 for success, 1 if the command was refused
 /// or failed (one line on standard error says why). Wrong usage exits with 2, as clap does.
@@ -69,7 +69,7 @@ pub fn main() -> ExitCode {
     let words = match config::expand(std::env::args_os().collect(), Cli::command) {
         Ok(words) => words,
         Err(failure) => {
-            complain(&failure);
+            print_error(&failure);
             return ExitCode::from(EXIT_FAILED);
         }
     };
@@ -78,7 +78,7 @@ pub fn main() -> ExitCode {
     match cli.command.run() {
         Ok(code) => code,
         Err(failure) => {
-            complain(&failure);
+            print_error(&failure);
             ExitCode::from(EXIT_FAILED)
         }
     }
@@ -89,31 +89,4 @@ fn complete() {
     if std::env::var_os(completion::VARIABLE).is_some() {
         CompleteEnv::with_factory(Cli::command).var(completion::VARIABLE).complete();
     }
-}
-
-pub fn complain(failure: &Failure) {
-    // `eprintln!` panics if standard error is closed.
-    let _ = writeln!(std::io::stderr(), "blkq: {failure}");
-}
-
-/// Prints `text` on standard output, without buffering. If the reader of a pipe has closed its end, the
-/// process exits with 0 and prints nothing more.
-pub fn print(text: &str) -> Outcome {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        Err(e) => Err(Failure::new(format!("cannot write to standard output: {e}"))),
-        Ok(()) => Ok(()),
-    }
-}
-
-/// Prints a line on standard output. Control characters in `text` are escaped.
-pub fn print_line(text: &str) -> Outcome {
-    print(&format!("{}\n", blkq::text::escaped(text)))
-}
-
-/// Prints a value on standard output, as one line of JSON.
-pub fn print_json(value: &impl serde::Serialize) -> Outcome {
-    let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("cannot encode JSON: {e}")))?;
-    print(&format!("{line}\n"))
 }

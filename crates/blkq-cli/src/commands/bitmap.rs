@@ -15,9 +15,9 @@ use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Format, Record};
+use crate::output::{print, print_json};
 use crate::state::StateDir;
 use crate::table::{Align, render};
-use crate::{print, print_json};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

@@ -14,16 +14,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::bitmap_file::BitmapFile;
 use super::recorded_image::RecordedImage;
 use crate::bitmaps::BitmapInfo;
-use crate::completion;
-use crate::config;
 use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::info::{CommitInfo, DeviceInfo, StateFile};
 use crate::options::{Backing as BackingChain, Record};
+use crate::output::{print_json, print_line};
 use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
-use crate::{complain, print_json, print_line};
+use crate::{completion, config};
 
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 /// A log gets fewer lines than a terminal, where each line overwrites the previous one.
@@ -91,7 +90,7 @@ impl Args {
             recorded.keep();
         }
         let done = reply.and_then(|done| done).map_err(of)?;
-        done.warnings.iter().for_each(|why| complain(&Failure::new(format!("{name}: warning: {why}"))));
+        done.warnings.iter().for_each(|why| print_error(&Failure::new(format!("{name}: warning: {why}"))));
         warn_of_configuration(&name, &done, &path);
         if self.json { print_json(&done) } else { print_line(&done.image) }
     }
@@ -155,7 +154,7 @@ fn wait(name: &str, dialogue: &Dialogue, signals: &mut Signals, mut each: impl F
         if signalled {
             for _ in signals.take() {
                 if std::mem::replace(&mut stopped, true) {
-                    complain(&Failure::new(format!(
+                    print_error(&Failure::new(format!(
                         "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` \
                          prints the image"
                     )));
@@ -193,7 +192,7 @@ impl ProgressLine<'_> {
         match self.is_terminal {
             // CR and EL (ECMA-48) erase the previous line.
             true => _ = write!(std::io::stderr(), "\r\x1b[K{line}"),
-            false => complain(&Failure::new(line)),
+            false => print_error(&Failure::new(line)),
         }
         self.is_shown = true;
     }
@@ -218,7 +217,7 @@ fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
         Ok(Some(configured)) => configured,
         Ok(None) => return,
         Err(mistake) => {
-            return complain(&Failure::new(format!(
+            return print_error(&Failure::new(format!(
                 "{name}: warning: the configuration file of the device has a mistake; if it names {}, change it to \
                  image = {base:?} and the format of that image before you delete the overlay: {mistake}",
                 done.emptied
@@ -226,7 +225,7 @@ fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
         }
     };
     if configured.canonicalize().is_ok_and(|configured| configured == Path::new(&done.emptied)) {
-        complain(&Failure::new(format!(
+        print_error(&Failure::new(format!(
             "{name}: warning: {} still names {}, which is empty now; change it to image = {base:?} and the format of that \
              image before you delete the overlay",
             config::path_of(name).display(),

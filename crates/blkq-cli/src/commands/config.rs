@@ -6,10 +6,10 @@ use std::process::ExitCode;
 
 use clap::ValueEnum;
 
-use crate::complain;
 use crate::config::{ConfigFile, check_defaults, files, first};
 use crate::control::{Request, ask};
-use crate::failure::{EXIT_FAILED, Outcome, for_each};
+use crate::failure::{EXIT_FAILED, Outcome, print_error};
+use crate::output::for_each;
 use crate::settings::SettingGroups;
 use crate::state::StateDir;
 use crate::systemd::unescape_instance;
@@ -69,12 +69,12 @@ impl Args {
         }
         let mut code = ExitCode::SUCCESS;
         if are_all && let Err(failure) = check_defaults() {
-            complain(&failure);
+            print_error(&failure);
             code = ExitCode::from(EXIT_FAILED);
         }
         for path in &files {
             for fault in ConfigFile::faults(path) {
-                complain(&fault.failure(path));
+                print_error(&fault.failure(path));
                 code = ExitCode::from(EXIT_FAILED);
             }
         }

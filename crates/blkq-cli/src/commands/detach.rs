@@ -9,10 +9,10 @@ use blkq_export::ublk::{self, SetupProcess};
 use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome, for_each};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
+use crate::output::{for_each, print};
 use crate::state::{Dead, Found, Orphan, StateDir, check_name};
-use crate::{complain, print};
 
 /// The longest wait for a device that is starting, stopping or being handed over to a new daemon.
 const SETTLE_WAIT: Duration = Duration::from_secs(2);
@@ -147,7 +147,7 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
 pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
     if let Detached::WasDead { pid, last_line } = &detached {
-        complain(&stale_files_removed(name, *pid, last_line));
+        print_error(&stale_files_removed(name, *pid, last_line));
     }
     Ok(detached)
 }

@@ -7,8 +7,8 @@ use serde::Serialize;
 use crate::confine;
 use crate::failure::Outcome;
 use crate::operations::OPERATIONS;
+use crate::output::{print, print_json};
 use crate::table::{Align, render};
-use crate::{print, print_json};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

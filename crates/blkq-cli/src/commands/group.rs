@@ -11,10 +11,10 @@ use crate::control::{Called, Request, call};
 use crate::failure::Outcome;
 use crate::group::{GroupFile, names};
 use crate::options::{parse_group_name, parse_new_group_name};
+use crate::output::{print, print_json};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 use crate::table::{Align, render};
-use crate::{print, print_json};
 
 const INTERVAL: Duration = Duration::from_millis(500);
 

@@ -7,11 +7,11 @@ use crate::backing::{Backing, FileId, is_behind};
 use crate::columns::{self, Column};
 use crate::control::died;
 use crate::devices::{Entry, all, not_attached};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
+use crate::output::{print, print_json};
 use crate::state::{Dead, Fate, Found, StateDir};
 use crate::table::render;
-use crate::{complain, print, print_json};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]
@@ -108,11 +108,11 @@ impl Args {
                 file.is_some() && self.offset.is_none() && FileId::of(&device.image) == file
             }
             (Some(_), Entry::Silent { name, error }) => {
-                complain(&Failure::new(format!("{name}: {error}")));
+                print_error(&Failure::new(format!("{name}: {error}")));
                 false
             }
             (Some(_), Entry::Remains(remains)) => {
-                complain(&remains.failure());
+                print_error(&remains.failure());
                 false
             }
         }
@@ -147,7 +147,7 @@ fn clean(dir: &StateDir) -> Outcome {
         let is_orphan =
             matches!(dir.inspect(&name)?, Found::Remains(remains) if remains.state == Fate::Orphan);
         if !is_orphan && let Dead::Cleared(last_line) = dir.clear_dead(&name)? {
-            complain(&died(&name, &last_line));
+            print_error(&died(&name, &last_line));
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::completion;
 use crate::devices::{Entry, device_parser, inspect, named};
 use crate::failure::{Failure, Outcome};
-use crate::print;
+use crate::output::print;
 use crate::state::StateDir;
 
 const INTERVAL: Duration = Duration::from_millis(200);

@@ -9,10 +9,11 @@ use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::daemon::{Daemon, Parent};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome, for_each};
+use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
+use crate::output::for_each;
 use crate::state::{Fate, Found, StateDir, check_name};
 use blkq_drivers::DriverSpec;
 

@@ -4,7 +4,7 @@ use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
-use crate::print;
+use crate::output::print;
 use crate::state::StateDir;
 
 #[derive(clap::Args, Debug)]

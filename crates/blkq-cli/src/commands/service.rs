@@ -3,10 +3,9 @@
 use std::process::ExitCode;
 
 use super::recover;
-use crate::complain;
 use crate::config;
 use crate::daemon::{Daemon, Parent};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::launch::warn;
 use crate::state::{Fate, Found, StateDir, check_name};
 use crate::systemd::{self, unescape_instance};
@@ -53,7 +52,7 @@ fn start(name: &str) -> Outcome<Daemon> {
         // I/O wait.
         (Some(Fate::Orphan), options) => {
             if let Err(failure) = options {
-                complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
+                print_error(&failure.during(format_args!("{name}: warning: the next start will fail")));
             }
             recover::take_over(name, inherited, parent)?
         }

@@ -8,9 +8,10 @@ use clap::error::ErrorKind;
 use crate::completion;
 use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome, for_each};
+use crate::failure::{Failure, Outcome};
 use crate::group::open_for_daemon;
 use crate::options::{Key, NO_GROUP, Row, parse_group_name};
+use crate::output::for_each;
 use crate::state::StateDir;
 use crate::usage::exit;
 

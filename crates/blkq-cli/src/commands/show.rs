@@ -7,11 +7,11 @@ use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
 use crate::control::no_such_device;
 use crate::devices::{Entry, device_parser, inspect, named};
-use crate::failure::{Failure, Outcome, for_each};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::{ClientInfo, DeviceInfo};
+use crate::output::{for_each, print, print_json};
 use crate::state::{Remains, StateDir};
 use crate::table::{Align, render};
-use crate::{complain, print, print_json};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
@@ -56,7 +56,7 @@ impl Args {
                 Entry::Device(info) if self.json => print_json(&info),
                 Entry::Device(info) if self.qemu => {
                     let lines = front_ends::qemu(&info)?;
-                    memory_hint(&info).iter().for_each(|hint| complain(&Failure::new(hint)));
+                    memory_hint(&info).iter().for_each(|hint| print_error(&Failure::new(hint)));
                     print(&lines)
                 }
                 Entry::Device(info) if self.libvirt => print(&front_ends::libvirt(&info)?),

@@ -16,16 +16,15 @@ use blkq_drivers::r#loop::Dispatch;
 use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
 use crate::backing::{Backing, FileId, shown_path};
-use crate::completion;
-use crate::config;
 use crate::control::{Dialogue, Request, Snapshotted, ask};
 use crate::devices::named;
 use crate::disks::{SYSFS, disks_under};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
+use crate::output::print_line;
 use crate::state::StateDir;
-use crate::{complain, print_line};
+use crate::{completion, config};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -99,7 +98,7 @@ impl Args {
             match done {
                 Ok(warnings) => {
                     warnings.iter().for_each(|why| {
-                        complain(&Failure::new(format!("{}: warning: {why}", wanted.name)));
+                        print_error(&Failure::new(format!("{}: warning: {why}", wanted.name)));
                     });
                     print_line(&wanted.path.display().to_string())?;
                 }
@@ -107,7 +106,7 @@ impl Args {
             }
         }
         let last = failures.pop();
-        failures.iter().for_each(complain);
+        failures.iter().for_each(print_error);
         last.map_or(Ok(()), Err)
     }
 

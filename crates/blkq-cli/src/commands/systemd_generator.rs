@@ -4,9 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::complain;
 use crate::config::{ConfigFile, files, first};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::systemd::escape_instance;
 
 /// systemd reads drop-ins in the order of their names: this one after those of most generators, and before
@@ -33,7 +32,7 @@ impl Args {
     pub fn run(self) -> Outcome {
         for path in files()? {
             if let Err(failure) = write_drop_in(&path, &self.directory) {
-                complain(&failure);
+                print_error(&failure);
             }
         }
         Ok(())

@@ -13,10 +13,9 @@ use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
 use blkq::units::{format_bytes, parse_bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::complain;
 use crate::completion;
 use crate::devices::{device_parser, named};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
 use crate::trace::connection::TraceConnection;
@@ -152,7 +151,7 @@ impl Args {
         }
         match (stopped, finished) {
             (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
-                complain(&Failure::new(line));
+                print_error(&Failure::new(line));
                 Err(failure)
             }
             (stopped, finished) => {
@@ -162,10 +161,10 @@ impl Args {
                     let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
                     line.push_str(&format!("; written to {}", files.join(" ")));
                 }
-                complain(&Failure::new(line));
+                print_error(&Failure::new(line));
                 let closed = matches!(stopped, Ok(StopReason::DaemonExited));
                 if closed {
-                    complain(&Failure::new(format!("{name}: the daemon closed the connection")));
+                    print_error(&Failure::new(format!("{name}: the daemon closed the connection")));
                 }
                 Ok(if closed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
             }
@@ -315,7 +314,7 @@ fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
             let _ = poll(&mut fds, None);
             for _ in signals.take() {
                 if stopped.swap(true, Ordering::SeqCst) {
-                    complain(&Failure::new("stopped immediately; the output may be incomplete"));
+                    print_error(&Failure::new("stopped immediately; the output may be incomplete"));
                     std::process::exit(i32::from(EXIT_FAILED));
                 }
             }

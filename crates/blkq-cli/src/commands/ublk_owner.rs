@@ -3,7 +3,7 @@
 use blkq_export::ublk::{ControlDevice, Features};
 
 use crate::failure::{Failure, Outcome};
-use crate::print;
+use crate::output::print;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

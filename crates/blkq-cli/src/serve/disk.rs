@@ -6,12 +6,11 @@ use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use super::persistent_bitmaps::PersistentBitmaps;
 use super::saved_settings::SavedSettings;
 use super::settings::apply;
-use crate::confine;
 use crate::failure::{Failure, Outcome};
 use crate::group::{self, GroupWatch, Joined};
-use crate::log;
 use crate::options::AttachOptions;
 use crate::state::Claim;
+use crate::{confine, log};
 
 /// A disk with running engines, its bitmaps and its group, and without clients.
 pub(super) struct ServedDisk {

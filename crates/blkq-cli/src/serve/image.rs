@@ -8,12 +8,10 @@ use blkq::units::parse_bytes;
 use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
 
-use crate::complain;
-use crate::confine;
-use crate::failure::{Failure, Outcome};
-use crate::lock_holders;
+use crate::failure::{Failure, Outcome, print_error};
 use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use crate::state::{Claim, DYING_WAIT, StateDir};
+use crate::{confine, lock_holders};
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
@@ -216,7 +214,7 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     };
     if let Some(format) = options.format {
         let name = if format == Format::Raw { "raw" } else { "qcow2" };
-        complain(&Failure::new(format!("{} is served as {name}", path.display())));
+        print_error(&Failure::new(format!("{} is served as {name}", path.display())));
     }
     options.check().map(|()| options)
 }

@@ -20,8 +20,9 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{Launched, Program, report, warn};
 use crate::options::{AttachOptions, Export, headings};
+use crate::output::print_json;
 use crate::serve::find_format;
-use crate::{parent, print_json, systemd};
+use crate::{parent, systemd};
 
 pub use attached::Attached;
 use attached::not_reported;

@@ -7,8 +7,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use crate::commands::detach::{self, Detached};
-use crate::complain;
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
 use crate::launch::Launched;
 use crate::options::{AttachOptions, Tls};
@@ -67,7 +66,7 @@ impl Device<'_> {
             true => format!("the daemon was killed or failed ({status})"),
             false => "the device was detached".to_owned(),
         };
-        complain(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
+        print_error(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
     }
 
     fn detach(&mut self) {
@@ -83,7 +82,7 @@ impl Device<'_> {
             if !status.success()
                 && let Err(failure) = detach::clear_dead(&dir, self.name)
             {
-                complain(&failure);
+                print_error(&failure);
             }
             return;
         }
@@ -92,7 +91,7 @@ impl Device<'_> {
             match detach::detach(&dir, self.name, false) {
                 Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
                 Err(busy) => {
-                    complain(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
+                    print_error(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
                     break detach::detach(&dir, self.name, true);
                 }
                 detached => break detached,
@@ -106,7 +105,7 @@ impl Device<'_> {
     }
 
     fn fail(&mut self, failure: &Failure) {
-        complain(failure);
+        print_error(failure);
         self.failed = true;
     }
 }

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 use serde::Serialize;
 
 use crate::failure::{EXIT_FAILED, Outcome};
+use crate::output::{print, print_json};
 use crate::table::{Align, render};
-use crate::{print, print_json};
 
 use checks::{kernel_release, run_all};
 use finding::{Finding, State};

@@ -21,14 +21,14 @@ use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
 use crate::devices::{Entry, all, find, name_of, word_of};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
 use crate::options::{AttachOptions, SectorSize, Setting};
+use crate::output::print;
 use crate::serve::NewSize;
 use crate::state::StateDir;
 use crate::usage;
-use crate::{complain, print};
 
 use hints::translated;
 use output::Style;
@@ -260,8 +260,8 @@ impl Args {
             match entry {
                 Entry::Device(info) if matches(&info) => devices.push(*info),
                 Entry::Device(_) | Entry::Configured(_) => {}
-                Entry::Remains(remains) => complain(&remains.failure()),
-                Entry::Silent { name, error } => complain(&Failure::new(format!("{name}: {error}"))),
+                Entry::Remains(remains) => print_error(&remains.failure()),
+                Entry::Silent { name, error } => print_error(&Failure::new(format!("{name}: {error}"))),
             }
         }
         let plain = self.all || self.associated.is_some();
@@ -274,7 +274,7 @@ impl Args {
             Ok(Some(info)) => self.print(&[info], false).map(|()| ExitCode::SUCCESS),
             Ok(None) => Err(no_such_device(device)),
             Err(failure) => {
-                complain(&failure.during("losetup"));
+                print_error(&failure.during("losetup"));
                 Ok(ExitCode::from(EXIT_UNKNOWN))
             }
         }
@@ -389,7 +389,7 @@ impl Args {
                 Ok(()) if self.verbose => note(format_args!("{}: detached", device.as_ref().display())),
                 Ok(()) => {}
                 Err(failure) => {
-                    complain(&failed(&failure, command));
+                    print_error(&failed(&failure, command));
                     code = ExitCode::from(EXIT_FAILED);
                 }
             }

@@ -7,15 +7,14 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use crate::completion;
 use crate::control::{Request, ask_if_there, no_such_device};
 use crate::devices::name_of;
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use crate::output::{print, print_json};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 use crate::timestamp::rfc3339;
-use crate::usage;
-use crate::{complain, print, print_json};
+use crate::{completion, usage};
 
 use overview::overview;
 use report::Report;
@@ -222,7 +221,7 @@ impl Devices {
             return Err(failure);
         }
         if self.failed.get(&name) != Some(&failure) {
-            complain(&failure);
+            print_error(&failure);
             self.failed.insert(name, failure);
         }
         Ok(())
