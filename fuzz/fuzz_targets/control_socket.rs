@@ -19,8 +19,9 @@ use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
 use blkq_cli::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
-use blkq_cli::daemon::{Daemon, Parent};
+use blkq_cli::daemon::{Parent, Serve};
 use blkq_cli::info::DeviceInfo;
+use blkq_cli::process::Daemon;
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};

@@ -19,8 +19,7 @@ use std::sync::LazyLock;
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::recover::attach_options;
 use blkq_cli::devices::{Entry, all};
-use blkq_cli::options::Record;
-use blkq_cli::settings::SettingGroups;
+use blkq_cli::options::{Record, SettingGroups};
 use blkq_cli::state::{
     Dead, OptionsFile, STATE_DIR_VARIABLE, StateDir, check_name, parse_daemon_state, parse_state,
 };

@@ -13,57 +13,39 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use clap_complete::CompleteEnv;
 
-pub mod access;
-pub mod autoclear;
-pub mod backing;
-pub mod bitmaps;
-pub mod columns;
 pub mod commands;
 pub mod completion;
 pub mod config;
-pub mod confine;
 pub mod control;
 pub mod daemon;
-pub mod descriptors;
+pub mod device;
 pub mod devices;
-pub mod disks;
 pub mod failure;
-mod file_id;
 pub mod group;
 pub mod hangs;
+pub mod harness;
 pub mod info;
-mod io_errors;
 pub mod launch;
-pub mod lock_holders;
 pub mod log;
 pub mod metrics;
-pub mod operations;
 pub mod options;
 pub mod output;
-pub mod parent;
 pub mod pid_file;
-mod record_lock;
-pub mod serve;
-mod session;
-pub mod settings;
-pub mod signals;
-mod similar;
+pub mod process;
+pub mod sandbox;
 pub mod state;
-pub mod statistics;
-pub mod systemd;
-pub mod table;
-pub mod timestamp;
+pub mod system;
 pub mod trace;
-mod uri;
 pub mod usage;
 
 use commands::Cli;
+use daemon::Serve;
 use failure::{EXIT_FAILED, print_error};
 
-/// Runs the command line of this process. Returns the exit code: 0 for success, 1 if the command was refused
+/// Runs the command line of this process; if it starts a daemon in this process, `D` is that daemon. Returns the exit code: 0 for success, 1 if the command was refused
 /// or failed (one line on standard error says why). Wrong usage exits with 2, as clap does.
-pub fn main() -> ExitCode {
-    parent::note();
+pub fn main<D: Serve>() -> ExitCode {
+    launch::parent::note();
     complete();
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
     let words = match config::expand(std::env::args_os().collect(), Cli::command) {
@@ -75,7 +57,7 @@ pub fn main() -> ExitCode {
     };
     let cli = Cli::try_parse_from(words)
         .unwrap_or_else(|error| usage::explain(error, Cli::command, subcommand.as_deref()).exit());
-    match cli.command.run() {
+    match cli.command.run::<D>() {
         Ok(code) => code,
         Err(failure) => {
             print_error(&failure);

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::failure::{Failure, Outcome};
-use crate::timestamp::rfc3339;
+use crate::system::timestamp::rfc3339;
 
 /// Maximum size of the log in bytes. When it is exceeded, the newest half is kept.
 const LOG_BYTES_MAX: u64 = 256 << 10;

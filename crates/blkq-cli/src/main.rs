@@ -1,4 +1,4 @@
-//! The `blkq` command. Everything is in the library `blkq_cli`, which the tests use, too.
+//! The `blkq` command. Everything is in libraries, which the tests use, too.
 fn main() -> std::process::ExitCode {
-    blkq_cli::main()
+    blkq_cli::main::<blkq_cli::process::Daemon>()
 }

@@ -11,8 +11,8 @@ use blkq_drivers::DriverSpec;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
+use crate::info::FileId;
 use crate::options::AttachOptions;
 use crate::state::{DYING_WAIT, is_process_dying};
 
@@ -220,7 +220,7 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, symlink};
 
     use super::*;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
 
     fn own() -> String {
         format!("{}\n", std::process::id())

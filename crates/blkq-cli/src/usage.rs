@@ -6,7 +6,7 @@ use std::fmt::Display;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-use crate::similar::distance;
+use crate::failure::similar::distance;
 
 /// Options of losetup(8) and qemu-nbd(8), with the tip that replaces clap's suggestion.
 const OTHERS: [(&[&str], &str); 20] = [

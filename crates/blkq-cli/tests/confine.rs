@@ -19,7 +19,7 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Bio, Completion, Cqe, Disk, EngineThread, IoBuffer, Sector, Setting, Source, SourceContext};
 use io_uring::{opcode, types};
 
-use blkq_cli::confine::{self, Needs, landlock_abi};
+use blkq_cli::sandbox::{self, Needs, landlock_abi};
 
 const CASE: &str = "BLKQ_CONFINE_CASE";
 
@@ -73,22 +73,22 @@ fn in_a_process_of_its_own() {
         "engine" => engine(),
         "control" => control(),
         "execve" => {
-            confine::engine(false).unwrap();
+            sandbox::engine(false).unwrap();
             let _ = std::os::unix::process::CommandExt::exec(&mut Command::new("/bin/true"));
         }
         "mount" => {
-            confine::control(&Needs::default()).unwrap();
+            sandbox::control(&Needs::default()).unwrap();
             // SAFETY: the only memory passed is a string.
             unsafe { libc::umount2(c"/".as_ptr(), libc::MNT_DETACH) };
         }
         "ring" => {
-            confine::control(&Needs::default()).unwrap();
+            sandbox::control(&Needs::default()).unwrap();
             let _ = blkq::ring::probe();
         }
         "register" => {
             let ring = io_uring::IoUring::new(1).unwrap();
             let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-            confine::control(&Needs::default()).unwrap();
+            sandbox::control(&Needs::default()).unwrap();
             let submitter = ring.submitter();
             submitter.register_eventfd(event.as_raw_fd()).unwrap();
             submitter.unregister_eventfd().unwrap();
@@ -104,7 +104,7 @@ fn engine() {
     let address = listener.local_addr().unwrap();
     let null = Null::new(NullOptions::new(1 << 20)).unwrap();
     let disk = Disk::builder(Box::new(null)).build().unwrap();
-    confine::engine(false).unwrap();
+    sandbox::engine(false).unwrap();
     assert_eq!(errno(File::open(&files.image)), Some(libc::ENOSYS));
     assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
     assert_eq!(errno(TcpStream::connect(address)), Some(libc::ENOSYS));
@@ -166,7 +166,7 @@ fn control() {
     assert!(abi > 0, "this kernel has no Landlock");
     let null = Null::new(NullOptions::new(1 << 20)).unwrap();
     let disk = Disk::builder(Box::new(null)).build().unwrap();
-    let state = confine::control(&needs).unwrap();
+    let state = sandbox::control(&needs).unwrap();
     assert!(state.no_new_privileges && state.seccomp);
     assert_eq!((state.capabilities.as_str(), state.landlock_abi), ("none", abi));
     // The declared needs are met.

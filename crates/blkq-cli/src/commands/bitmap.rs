@@ -8,16 +8,16 @@ use blkq_drivers::DriverSpec;
 use clap::Subcommand;
 
 use super::bitmap_file::BitmapFile;
-use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::completion;
+use crate::control::bitmaps::{BitmapChange, BitmapInfo};
 use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Format, Record};
+use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
 use crate::state::StateDir;
-use crate::table::{Align, render};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

@@ -13,15 +13,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bitmap_file::BitmapFile;
 use super::recorded_image::RecordedImage;
-use crate::bitmaps::BitmapInfo;
+use crate::control::bitmaps::BitmapInfo;
 use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::info::{CommitInfo, DeviceInfo, StateFile};
 use crate::options::{Backing as BackingChain, Record};
 use crate::output::{print_json, print_line};
-use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
+use crate::system::signals::{Signal, Signals};
 use crate::{completion, config};
 
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);

@@ -8,11 +8,12 @@ use clap::ValueEnum;
 
 use crate::config::{ConfigFile, check_defaults, files, first};
 use crate::control::{Request, ask};
+use crate::daemon::Serve;
 use crate::failure::{EXIT_FAILED, Outcome, print_error};
+use crate::launch::systemd::unescape_instance;
+use crate::options::SettingGroups;
 use crate::output::for_each;
-use crate::settings::SettingGroups;
 use crate::state::StateDir;
-use crate::systemd::unescape_instance;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -61,7 +62,7 @@ fn unescaped(path: &Path) -> PathBuf {
 }
 
 impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let are_all = self.files.is_empty();
         let files = if are_all { files()? } else { self.files };
         if self.action == Action::Apply {
@@ -73,7 +74,7 @@ impl Args {
             code = ExitCode::from(EXIT_FAILED);
         }
         for path in &files {
-            for fault in ConfigFile::faults(path) {
+            for fault in ConfigFile::faults::<D>(path) {
                 print_error(&fault.failure(path));
                 code = ExitCode::from(EXIT_FAILED);
             }

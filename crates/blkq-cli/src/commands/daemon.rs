@@ -5,10 +5,9 @@ use std::process::ExitCode;
 
 use super::recover;
 use crate::control::reply_line;
-use crate::daemon::{Daemon, Parent};
+use crate::daemon::{LaunchMessage, Parent, Serve};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
-use crate::launch::LaunchMessage;
-use crate::parent;
+use crate::launch::parent;
 
 #[derive(clap::Args, Debug)]
 pub struct Args {
@@ -26,9 +25,9 @@ pub struct Args {
 
 impl Args {
     /// Notifies the process that started this one of the outcome. Fails if that process has exited.
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let mut parent = Parent::new()?;
-        match self.start(&mut parent) {
+        match self.start::<D>(&mut parent) {
             Ok(daemon) => Ok(daemon.run()),
             Err(failure) => {
                 // The parent prints the failure. This process does not, or the user would see it twice.
@@ -38,7 +37,7 @@ impl Args {
         }
     }
 
-    fn start(&self, parent: &mut Parent) -> Outcome<Daemon> {
+    fn start<D: Serve>(&self, parent: &mut Parent) -> Outcome<D> {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
@@ -53,9 +52,9 @@ impl Args {
             // `succeeds` is newer than `settings`: if an upgrade by an earlier version starts this program
             // again, only the settings show that the device already exists.
             Some(name) if succeeds || !settings.is_empty() => {
-                Daemon::succeed(name, &options, settings, Vec::new(), parent)
+                D::succeed(name, &options, settings, Vec::new(), parent)
             }
-            _ => Daemon::start(&options, Vec::new(), parent),
+            _ => D::start(&options, Vec::new(), parent),
         }
     }
 }

@@ -4,11 +4,10 @@ use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
 use serde::Serialize;
 
-use crate::confine;
+use crate::daemon::Serve;
 use crate::failure::Outcome;
-use crate::operations::OPERATIONS;
+use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::table::{Align, render};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -50,29 +49,25 @@ struct Features {
 }
 
 impl Features {
-    fn probe() -> Features {
+    fn probe<D: Serve>() -> Features {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let mut features = Vec::new();
         let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
         match ring::probe() {
             Ok(probe) => {
                 add("io_uring", true, "everything".into());
-                for (name, code, purpose) in OPERATIONS {
-                    add(name, probe.supports(code), purpose.into());
+                for (name, code, purpose) in D::OPERATIONS {
+                    add(name, probe.supports(*code), (*purpose).into());
                 }
             }
             Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
         let confined = "daemons can open only the files of their devices";
-        match confine::landlock_abi() {
+        match D::landlock_abi() {
             0 => add("Landlock", false, format!("{confined}: add landlock to the kernel parameter lsm")),
             abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
         }
-        add(
-            "seccomp",
-            confine::filter::is_there(),
-            "daemons can make only the system calls that they need".into(),
-        );
+        add("seccomp", D::has_seccomp(), "daemons can make only the system calls that they need".into());
         match ControlDevice::open().and_then(|mut control| control.features()) {
             Ok(has) => {
                 add("ublk", true, "kernel block devices".into());
@@ -87,8 +82,8 @@ impl Features {
 }
 
 impl Args {
-    pub fn run(self) -> Outcome {
-        let probed = Features::probe();
+    pub fn run<D: Serve>(self) -> Outcome {
+        let probed = Features::probe::<D>();
         if self.json {
             return print_json(&probed);
         }

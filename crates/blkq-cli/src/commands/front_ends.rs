@@ -4,9 +4,9 @@ use std::path::Path;
 
 use blkq::text::shell_word;
 
+use crate::devices::uri::{NbdAddress, Place};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::uri::{NbdAddress, Place};
 
 /// The directory of the certificates for NBD clients in QEMU's documentation and in libvirt.
 const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";

@@ -7,14 +7,14 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use crate::commands::stat::rates;
+use crate::control::statistics::Statistics;
 use crate::control::{Called, Request, call};
 use crate::failure::Outcome;
 use crate::group::{GroupFile, names};
 use crate::options::{parse_group_name, parse_new_group_name};
+use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
 use crate::state::StateDir;
-use crate::statistics::Statistics;
-use crate::table::{Align, render};
 
 const INTERVAL: Duration = Duration::from_millis(500);
 

@@ -3,15 +3,15 @@ use std::path::PathBuf;
 use blkq::units::parse_bytes;
 use serde_json::{Map, Value};
 
-use crate::backing::{Backing, FileId, is_behind};
-use crate::columns::{self, Column};
 use crate::control::died;
 use crate::devices::{Entry, all, not_attached};
 use crate::failure::{Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
+use crate::info::backing::{Backing, is_behind};
+use crate::info::{DeviceInfo, FileId};
+use crate::output::columns::{self, Column};
+use crate::output::table::render;
 use crate::output::{print, print_json};
 use crate::state::{Dead, Fate, Found, StateDir};
-use crate::table::render;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]

@@ -164,7 +164,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
 
     #[test]
     fn each_line_of_a_growing_log_is_read_once() {

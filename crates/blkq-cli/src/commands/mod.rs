@@ -2,6 +2,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use crate::daemon::Serve;
 use crate::failure::Outcome;
 
 pub mod attach;
@@ -146,10 +147,10 @@ pub enum Command {
 
 impl Command {
     /// Fails with a failure that names what was refused or failed, the reason, and a hint.
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let done = |()| ExitCode::SUCCESS;
         match self {
-            Command::Attach(args) => args.run(),
+            Command::Attach(args) => args.run::<D>(),
             Command::List(args) => args.run().map(done),
             Command::Show(args) => args.run(),
             Command::Stat(args) => args.run(Cli::command),
@@ -166,13 +167,13 @@ impl Command {
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),
-            Command::Upgrade(args) => args.run(),
+            Command::Upgrade(args) => args.run::<D>(),
             Command::Losetup(args) => args.run(Cli::command),
-            Command::Config(args) => args.run(),
-            Command::Doctor(args) => args.run(),
-            Command::Service(args) => args.run(),
-            Command::Features(args) => args.run().map(done),
-            Command::Daemon(args) => args.run(),
+            Command::Config(args) => args.run::<D>(),
+            Command::Doctor(args) => args.run::<D>(),
+            Command::Service(args) => args.run::<D>(),
+            Command::Features(args) => args.run::<D>().map(done),
+            Command::Daemon(args) => args.run::<D>(),
             Command::UblkOwner(args) => args.run().map(done),
             Command::SystemdGenerator(args) => args.run().map(done),
             Command::Generate(args) => args.run(Cli::command()).map(done),

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use super::attach;
 use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
-use crate::daemon::{Daemon, Parent};
+use crate::daemon::{Parent, Serve};
 use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
@@ -69,7 +69,7 @@ fn recover(dir: &StateDir, name: &str) -> Outcome {
 
 /// Serves the device `name` again in this process. If `inherited` contains sockets, the daemon listens on
 /// these instead of creating its own. If this fails, the device still waits for a daemon.
-pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
+pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<D> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
         return Err(no_such_device(name));
@@ -83,7 +83,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
             let Some(options) = state.recoverable_options()? else { return Err(remains.failure()) };
-            return Daemon::succeed(name, &options, state.settings, inherited, parent);
+            return D::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}
         Found::Busy(busy) => return Err(Failure::new(format!("the device is {}", busy.describe()))),
@@ -91,7 +91,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
     let options = attach_options(&orphan.state)?;
-    Daemon::recover(&options, orphan, inherited, parent)
+    D::recover(&options, orphan, inherited, parent)
 }
 
 /// State files of early versions contain the words of the command line instead of a record. Fails if the

@@ -4,11 +4,11 @@ use blkq::units::parse_bytes;
 
 use crate::commands::detach::check_unopened;
 use crate::completion;
+use crate::control::resize::NewSize;
 use crate::control::{Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::output::print;
-use crate::serve::NewSize;
 use crate::state::StateDir;
 use blkq::units::format_bytes;
 

@@ -4,11 +4,11 @@ use std::process::ExitCode;
 
 use super::recover;
 use crate::config;
-use crate::daemon::{Daemon, Parent};
+use crate::daemon::{Parent, Serve};
 use crate::failure::{Failure, Outcome, print_error};
+use crate::launch::systemd::{self, unescape_instance};
 use crate::launch::warn;
 use crate::state::{Fate, Found, StateDir, check_name};
-use crate::systemd::{self, unescape_instance};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -25,14 +25,14 @@ pub struct Args {
 }
 
 impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         // The unit passes its instance name, in which systemd has escaped some characters.
         let name = unescape_instance(&self.name);
-        start(&name).map(Daemon::run).map_err(|e| e.during(format_args!("service {name}")))
+        start(&name).map(D::run).map_err(|e| e.during(format_args!("service {name}")))
     }
 }
 
-fn start(name: &str) -> Outcome<Daemon> {
+fn start<D: Serve>(name: &str) -> Outcome<D> {
     check_name(name).map_err(|rule| Failure::new(format!("{name:?} is not a valid device name: {rule}")))?;
     // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this process
     // opens files.
@@ -47,7 +47,7 @@ fn start(name: &str) -> Outcome<Daemon> {
     };
     let options = config::named(name).and_then(config::with_defaults);
     let parent = &mut Parent::none();
-    let daemon = match (before, options) {
+    let daemon: D = match (before, options) {
         // The state file contains the attach options, so a mistake in the configuration file does not make
         // I/O wait.
         (Some(Fate::Orphan), options) => {
@@ -60,9 +60,9 @@ fn start(name: &str) -> Outcome<Daemon> {
         (Some(Fate::Dead), options) => {
             let state = dir.read_state(name);
             let settings = state.map(|state| state.settings).unwrap_or_default();
-            Daemon::succeed(name, &options?, settings, inherited, parent)?
+            D::succeed(name, &options?, settings, inherited, parent)?
         }
-        (None, options) => Daemon::start(&options?, inherited, parent)?,
+        (None, options) => D::start(&options?, inherited, parent)?,
     };
     match daemon.info() {
         Ok(info) => warn(&info),

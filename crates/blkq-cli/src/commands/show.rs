@@ -1,17 +1,17 @@
 use std::process::ExitCode;
 
-use crate::backing::shown_path;
-use crate::columns::Cell;
 use crate::commands::commit::shown_progress;
 use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
 use crate::control::no_such_device;
 use crate::devices::{Entry, device_parser, inspect, named};
 use crate::failure::{Failure, Outcome, print_error};
+use crate::info::backing::shown_path;
 use crate::info::{ClientInfo, DeviceInfo};
+use crate::output::columns::Cell;
+use crate::output::table::{Align, render};
 use crate::output::{for_each, print, print_json};
 use crate::state::{Remains, StateDir};
-use crate::table::{Align, render};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

@@ -15,12 +15,12 @@ use blkq_drivers::r#loop::Dispatch;
 
 use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
-use crate::backing::{Backing, FileId, shown_path};
 use crate::control::{Dialogue, Request, Snapshotted, ask};
+use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::named;
-use crate::disks::{SYSFS, disks_under};
 use crate::failure::{Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
+use crate::info::backing::{Backing, shown_path};
+use crate::info::{DeviceInfo, FileId};
 use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use crate::output::print_line;
 use crate::state::StateDir;
@@ -365,8 +365,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::options::tests::options;
-    use crate::state::tests::scratch;
+    use crate::harness::{options, scratch};
 
     /// Plays a daemon: answers the request and the file, then calls `last` with the connection.
     fn daemon<T: Send + 'static>(

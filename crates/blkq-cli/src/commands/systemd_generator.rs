@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{ConfigFile, files, first};
 use crate::failure::{Failure, Outcome, print_error};
-use crate::systemd::escape_instance;
+use crate::launch::systemd::escape_instance;
 
 /// systemd reads drop-ins in the order of their names: this one after those of most generators, and before
 /// those of an administrator, which begin with higher numbers by convention.

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use super::recover::attach_options;
 use crate::completion;
 use crate::control::{Called, Request, ask, call, daemon_of};
+use crate::daemon::Serve;
 use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, StateFile};
+use crate::launch::session::in_own_session;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
-use crate::serve::{check_successor, check_take_over};
-use crate::session::in_own_session;
 use crate::state::StateDir;
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -60,21 +60,21 @@ impl Args {
     /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
     /// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
     /// does.
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
-        let info = in_own_session(|| self.hand_over(&dir, &name)).map_err(during)?;
+        let info = in_own_session(|| self.hand_over::<D>(&dir, &name)).map_err(during)?;
         report(&info)?;
         Ok(ExitCode::SUCCESS)
     }
 
-    fn hand_over(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
+    fn hand_over<D: Serve>(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
         // With --service, the name is not reserved for a successor: the command of the service may be one
         // that attaches the device as a new one.
         let _lock = dir.lock_upgrade(name, !self.service)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
-        check(dir, name)?;
+        check::<D>(dir, name)?;
         // The state file is read after the answer: a daemon that has just started writes it before it
         // answers.
         let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| {
@@ -82,7 +82,7 @@ impl Args {
         })?;
         let guest = state.guest_options()?;
         if let Some(options) = &guest {
-            check_successor(dir, options, before.size)?;
+            D::check_successor(dir, options, before.size)?;
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, name, guest)?;
         match self.service {
@@ -197,8 +197,8 @@ impl DeviceWithoutDaemon<'_> {
     }
 }
 
-fn check(dir: &StateDir, name: &str) -> Outcome {
+fn check<D: Serve>(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = dir.read_state(name) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };
-    check_take_over(&attach_options(&state)?, block_device)
+    D::check_take_over(&attach_options(&state)?, block_device)
 }

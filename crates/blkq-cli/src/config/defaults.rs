@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use super::{directory, read_text, words};
 use crate::failure::{Failure, Outcome};
+use crate::launch::systemd;
 use crate::options::{AttachOptions, Export};
-use crate::systemd;
 
 /// The name of the file. The names of device files end with `.toml`.
 const FILE: &str = "defaults";

@@ -19,10 +19,9 @@ use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
 
+use crate::daemon::{Obstacle, Serve};
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Format, Key, image_text};
-use crate::serve::{Obstacle, obstacles};
-use crate::settings::SettingGroups;
+use crate::options::{AttachOptions, Format, Key, SettingGroups, image_text};
 use crate::state::check_name;
 use words::{Parsed, Words};
 
@@ -132,7 +131,7 @@ impl ConfigFile {
 
     /// Returns all mistakes in the file at `path`, in the order of the lines: invalid keys and values, violated rules
     /// between options and for services, and reasons for which `attach` would refuse the device on this machine.
-    pub fn faults(path: &Path) -> Vec<Fault> {
+    pub fn faults<D: Serve>(path: &Path) -> Vec<Fault> {
         let text = match read_text(path) {
             Ok(text) => text,
             Err(e) => return vec![Fault { line: 0, text: e.to_string() }],
@@ -159,7 +158,7 @@ impl ConfigFile {
         };
         match options {
             Ok(options) => {
-                faults.extend(file.faults_together(options).into_iter().filter(|it| !follows(&it.text)))
+                faults.extend(file.faults_together::<D>(options).into_iter().filter(|it| !follows(&it.text)))
             }
             Err(_) if faulty.iter().chain(&meant).any(|key| key == words::IMAGE) => {}
             Err(fault) => faults.push(fault),
@@ -169,14 +168,14 @@ impl ConfigFile {
     }
 
     /// Returns the mistakes in options that are each valid.
-    fn faults_together(&self, mut options: AttachOptions) -> Vec<Fault> {
+    fn faults_together<D: Serve>(&self, mut options: AttachOptions) -> Vec<Fault> {
         let mut faults: Vec<Fault> =
             options.mistakes().iter().map(|mistake| self.fault_of(mistake)).collect();
         faults.extend(self.faults_of_service(&mut options));
         // A relative path is already reported, and would be another file for a service.
         let relative = options.paths_mut().into_iter().filter(|(_, path)| path.is_relative());
         let relative: Vec<&str> = relative.map(|(key, _)| key).collect();
-        for Obstacle { option, failure } in obstacles(&options) {
+        for Obstacle { option, failure } in D::obstacles(&options) {
             if !relative.contains(&option) {
                 let line = self.find(option).map_or(0, |key| key.line);
                 faults.push(Fault { line, text: format!("{option}: {failure}") });

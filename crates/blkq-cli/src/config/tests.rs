@@ -2,7 +2,7 @@ use clap::{ArgAction, Parser};
 
 use super::*;
 use crate::commands::Cli;
-use crate::state::tests::scratch;
+use crate::harness::scratch;
 
 /// A directory with one file, `d.toml`.
 struct Place {
@@ -104,7 +104,7 @@ hang-warning = 0.5
 ";
     let words = ["/srv/d.img", "--name=d", "--export=nbd", "--export=ublk", "--read-only", "--no-merge"];
     let more = ["--offset=1024", "--hang-warning=0.5"];
-    let expected = crate::options::tests::options(&[&words[..], &more].concat());
+    let expected = crate::harness::options(&[&words[..], &more].concat());
     assert_eq!(Place::new("config-same", text).options(), Ok(expected));
 }
 

@@ -7,8 +7,8 @@ use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
 
 use super::fault::Fault;
+use crate::failure::similar::closest;
 use crate::options::{AttachOptions, REMOVED};
-use crate::similar::closest;
 
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn requests_survive_encoding_and_parsing() {
-    let options = Record::new(&crate::options::tests::options(&["d", "--format", "qcow2"])).unwrap();
+    let options = Record::new(&crate::harness::options(&["d", "--format", "qcow2"])).unwrap();
     for request in [
         Request::Ping {},
         Request::Show {},
@@ -80,7 +80,7 @@ fn a_rejected_client_gets_the_reason() {
 // Contract: detach
 #[test]
 fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
-    let dir = crate::state::tests::scratch("bounded");
+    let dir = crate::harness::scratch("bounded");
     // A daemon whose storage does not respond: it accepts the command and reports its statistics.
     let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
     let serve = std::thread::spawn(move || {
@@ -111,7 +111,7 @@ fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
 // Contract: detach
 #[test]
 fn a_stop_that_waits_for_a_client_names_it() {
-    let dir = crate::state::tests::scratch("waits-for-client");
+    let dir = crate::harness::scratch("waits-for-client");
     let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
     let serve = std::thread::spawn(move || {
         let client = |peer: &str, in_flight: u64| {
@@ -125,7 +125,7 @@ fn a_stop_that_waits_for_a_client_names_it() {
             let (mut stream, _) = daemon.accept().unwrap();
             let mut line = String::new();
             BufReader::new(&stream).read_line(&mut line).unwrap();
-            let nbd = crate::statistics::Nbd { connected: 3, ..Default::default() };
+            let nbd = crate::control::statistics::Nbd { connected: 3, ..Default::default() };
             if line.contains("stat") {
                 let mut statistics = Statistics::default();
                 statistics.nbd = Some(nbd);
@@ -151,7 +151,7 @@ fn a_stop_that_waits_for_a_client_names_it() {
 // Contract: detach
 #[test]
 fn a_stop_that_waits_for_held_requests_prints_a_hint() {
-    let dir = crate::state::tests::scratch("waits-for-held");
+    let dir = crate::harness::scratch("waits-for-held");
     let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
     let serve = std::thread::spawn(move || {
         let (mut asker, _) = daemon.accept().unwrap();

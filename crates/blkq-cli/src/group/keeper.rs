@@ -176,8 +176,8 @@ mod tests {
 
     use super::super::{GroupFile, path};
     use super::*;
+    use crate::harness::scratch;
     use crate::state::StateDir;
-    use crate::state::tests::scratch;
 
     struct Device {
         keeper: Keeper,

@@ -13,8 +13,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::values::{image_text, parse_image};
-use crate::hangs;
+use super::values::{image_text, parse_hang_warning, parse_image};
 
 pub trait Json: Sized {
     type Form: Serialize + DeserializeOwned;
@@ -105,7 +104,7 @@ impl Json for Duration {
     }
 
     fn read(seconds: f64) -> Result<Duration, String> {
-        hangs::parse(&seconds.to_string())
+        parse_hang_warning(&seconds.to_string())
     }
 }
 
@@ -141,7 +140,7 @@ pub mod octal {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    use crate::access::parse_mode;
+    use crate::options::values::parse_mode;
 
     pub fn serialize<S: Serializer>(mode: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
         mode.map(|mode| format!("{mode:03o}")).serialize(serializer)

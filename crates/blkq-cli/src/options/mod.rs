@@ -6,6 +6,7 @@ mod declare;
 pub mod headings;
 mod json;
 mod record;
+mod setting_groups;
 mod syntax;
 mod values;
 
@@ -28,20 +29,19 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};
 
-use crate::access::parse_mode;
 use crate::failure::{Failure, Outcome};
-use crate::hangs;
 
 use declare::attach_options;
 pub use record::Record;
+pub use setting_groups::{SettingGroups, is_removed};
 use syntax::Values;
 pub use values::{
     Address, Backing, Copying, Export, Format, NO_GROUP, PartitionScan, SectorSize, Tls, image_text,
     parse_group_name, parse_listen, parse_new_group_name,
 };
 use values::{
-    CLOCK, DIRECT_IO, DISPATCH, IMAGE_HELP, ON_ERROR, SCHEDULER, one_of, parse_ceph_user, parse_export_name,
-    parse_image,
+    CLOCK, DIRECT_IO, DISPATCH, HANG_WARNING_DEFAULT, IMAGE_HELP, ON_ERROR, SCHEDULER, one_of,
+    parse_ceph_user, parse_export_name, parse_hang_warning, parse_image, parse_mode,
 };
 
 const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
@@ -288,7 +288,7 @@ pub struct AttachOptions {
     /// Log requests that are in flight for longer than SECONDS; 0 turns this off
     ///
     /// Each request is logged once, with its state (docs/watching.md).
-    #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse, help_heading = headings::SERVICE)]
+    #[arg(long, value_name = "SECONDS", default_value = HANG_WARNING_DEFAULT, value_parser = parse_hang_warning, help_heading = headings::SERVICE)]
     #[serde(with = "json")]
     pub hang_warning: Duration => "hang-warning" HangWarning(Duration) for All by Daemon as syntax::HANG_WARNING,
     /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT
@@ -534,4 +534,4 @@ where
 }
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;

@@ -51,8 +51,8 @@ impl Record {
 mod tests {
     use serde_json::json;
 
-    use super::super::tests::options;
     use super::*;
+    use crate::harness::options;
 
     fn round_trip(words: &[&str]) -> Record {
         let options = options(words);

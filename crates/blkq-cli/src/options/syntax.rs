@@ -11,9 +11,8 @@ use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
 
 use super::json::Json;
-use super::values::{self, Described, NO_GROUP, parse_group_name};
+use super::values::{self, Described, NO_GROUP, parse_group_name, parse_hang_warning};
 use crate::failure::{Failure, Outcome};
-use crate::hangs;
 
 pub(super) struct Syntax<T: 'static> {
     pub(super) values: Values,
@@ -87,7 +86,7 @@ pub(super) const GROUP: Syntax<Option<String>> = Syntax {
 
 pub(super) const HANG_WARNING: Syntax<Duration> = Syntax {
     values: Values::Text("SECONDS, 0 for never"),
-    parse: |_, text| hangs::parse(text).map_err(Failure::new),
+    parse: |_, text| parse_hang_warning(text).map_err(Failure::new),
     print: |limit| limit.as_secs_f64().to_string(),
 };
 

@@ -1,13 +1,5 @@
 use super::*;
-
-pub fn options(words: &[&str]) -> AttachOptions {
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        options: AttachOptions,
-    }
-    Line::parse_from([&["attach"], words].concat()).options
-}
+use crate::harness::options;
 
 #[test]
 fn ceph_files_are_found_as_ceph_clients_find_them() {

@@ -1,5 +1,6 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
@@ -199,6 +200,11 @@ pub(super) const SCHEDULER: &[Described] = &[
     ("kyber", "A share for each kind of request, so that latencies stay near their targets"),
 ];
 
+/// The default of `--hang-warning`, in seconds.
+pub(super) const HANG_WARNING_DEFAULT: &str = "30";
+const HANG_WARNING_SECONDS_MIN: f64 = 0.1;
+const HANG_WARNING_SECONDS_MAX: f64 = 86_400.0;
+
 /// The value of `blkq set group=` for a device that is in no group.
 pub const NO_GROUP: &str = "none";
 
@@ -320,6 +326,27 @@ pub fn parse_export_name(text: &str) -> Result<String, String> {
     }
 }
 
+/// Parses a mode in octal digits, as for chmod(1). The error is the rule that `text` breaks.
+pub(super) fn parse_mode(text: &str) -> Result<u32, String> {
+    let is_octal = (3..=4).contains(&text.len()) && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| is_octal && *mode <= 0o777);
+    mode.ok_or_else(|| "a mode has three octal digits, for example 660".to_owned())
+}
+
+/// Parses a value of `--hang-warning`: seconds, or 0 for no warnings. The error is the rule that the value
+/// breaks.
+pub(super) fn parse_hang_warning(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(0.0) => Ok(Duration::ZERO),
+        Ok(seconds) if (HANG_WARNING_SECONDS_MIN..=HANG_WARNING_SECONDS_MAX).contains(&seconds) => {
+            Ok(Duration::from_secs_f64(seconds))
+        }
+        _ => Err(format!(
+            "must be {HANG_WARNING_SECONDS_MIN} to {HANG_WARNING_SECONDS_MAX} seconds, or 0 for no warnings"
+        )),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -357,6 +384,22 @@ mod tests {
             "unix:@name",
         ] {
             assert!(parse_listen(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn modes_are_octal() {
+        assert_eq!((parse_mode("660"), parse_mode("0666")), (Ok(0o660), Ok(0o666)));
+        for bad in ["", "6", "66", "888", "1777", "7777", "-660", "+660", "rw", "06600"] {
+            assert!(parse_mode(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn hang_warnings_are_seconds() {
+        assert_eq!(parse_hang_warning("0"), Ok(Duration::ZERO));
+        for bad in ["", "-1", "x", "0.01", "inf", "NaN", "1e9"] {
+            assert!(parse_hang_warning(bad).is_err(), "{bad:?}");
         }
     }
 }

@@ -339,7 +339,7 @@ fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::tests::{files, scratch};
+    use crate::harness::{files, scratch};
     use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
 
     // Contract: detach

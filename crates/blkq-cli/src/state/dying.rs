@@ -85,7 +85,7 @@ fn is_exiting(stat: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
     use crate::state::{Fate, Found};
     use blkq::testing::wait_until;
 

@@ -27,8 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{StateDir, remove};
 use crate::failure::{Failure, Outcome};
-use crate::file_id::FileId;
-use crate::info::{BlockDevice, DaemonState, StateFile};
+use crate::info::{BlockDevice, DaemonState, FileId, StateFile};
 use crate::options::Record;
 
 /// The version of the `NAME.options` format that this program reads and writes.
@@ -359,8 +358,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::options::tests::options;
-    use crate::state::tests::scratch;
+    use crate::harness::{options, scratch};
 
     fn record(image: &str) -> Record {
         Record::new(&options(&[image, "--export", "vhost-user-blk"])).unwrap()

@@ -50,7 +50,7 @@ const OPTIONS: &str = ".options";
 const OLD_LOG: &str = ".log.1";
 
 #[derive(Clone, Debug)]
-pub struct StateDir(PathBuf);
+pub struct StateDir(pub(crate) PathBuf);
 
 impl StateDir {
     /// Returns the state directory of this user, which may not exist yet: `/run/blkq` for root,
@@ -197,23 +197,9 @@ fn name_from(wanted: &str, bytes_max: usize) -> String {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    pub fn scratch(test: &str) -> StateDir {
-        let path = std::env::temp_dir().join(format!("blkq-state-{}-{test}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        let dir = StateDir(path);
-        dir.create().unwrap();
-        dir
-    }
-
-    pub fn files(dir: &StateDir) -> Vec<String> {
-        let mut files: Vec<String> =
-            fs::read_dir(&dir.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        files.sort();
-        files
-    }
+    use crate::harness::scratch;
 
     #[test]
     fn names_are_checked() {

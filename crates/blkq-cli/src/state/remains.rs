@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::dying::has_exited;
 use super::{OLD_LOG, StateDir};
 use crate::failure::{Failure, Outcome};
-use crate::file_id::FileId;
+use crate::info::FileId;
 
 const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.
@@ -221,7 +221,7 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
 
     // Contract: detach
     #[test]

@@ -5,7 +5,7 @@ use std::io;
 
 use super::StateDir;
 use crate::failure::{Failure, Outcome};
-use crate::record_lock::{is_byte_locked, lock_byte};
+use crate::system::record_lock::{is_byte_locked, lock_byte};
 
 /// The byte of `NAME.lock` that is locked while the device is being handed over.
 const UPGRADE_BYTE: usize = 0;

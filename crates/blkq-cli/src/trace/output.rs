@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn files_of_an_earlier_trace_are_not_part_of_the_next() {
-        let dir = crate::state::tests::scratch("trace-files");
+        let dir = crate::harness::scratch("trace-files");
         let mut start = TraceStart { name: "a", queues: 3, time_ns: 1, since_epoch: Duration::ZERO };
         let names = |start: &TraceStart<'_>| -> Vec<String> {
             let Ok(files) = Output::files(dir.path(), start).unwrap().finish() else { panic!("written") };

@@ -107,7 +107,7 @@ impl Drop for NewImage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
 
     #[test]
     fn a_new_image_is_sparse_private_and_removed_unless_kept() {

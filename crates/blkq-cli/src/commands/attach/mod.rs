@@ -12,17 +12,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use blkq::units::parse_bytes;
+use blkq_drivers::DriverSpec;
 use clap::{ArgAction, Parser};
 
 use crate::config::with_defaults;
-use crate::daemon::{Daemon, Parent};
-use crate::failure::{Failure, Outcome};
+use crate::daemon::{Parent, Serve};
+use crate::failure::{Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
-use crate::launch::{Launched, Program, report, warn};
-use crate::options::{AttachOptions, Export, headings};
+use crate::launch::{Launched, Program, parent, report, systemd, warn};
+use crate::options::{AttachOptions, Export, Format, headings};
 use crate::output::print_json;
-use crate::serve::find_format;
-use crate::{parent, systemd};
 
 pub use attached::Attached;
 use attached::not_reported;
@@ -148,7 +147,7 @@ impl Args {
         }
     }
 
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
         let options = self.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
         if self.nooverlap && systemd::is_activated() {
@@ -167,7 +166,7 @@ impl Args {
         // A service manager supervises the process that it passes sockets to, so this process must serve
         // them.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
-            return self.serve(&options, inherited, created).map_err(failed);
+            return self.serve::<D>(&options, inherited, created).map_err(failed);
         }
         if let Some(command) = &self.run {
             let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
@@ -195,7 +194,7 @@ impl Args {
         report(info)
     }
 
-    fn serve(
+    fn serve<D: Serve>(
         &self,
         options: &AttachOptions,
         inherited: Vec<OwnedFd>,
@@ -204,7 +203,7 @@ impl Args {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
-        let daemon = Daemon::start(options, inherited, &mut Parent::none())?;
+        let daemon = D::start(options, inherited, &mut Parent::none())?;
         created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
@@ -223,4 +222,24 @@ pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
         false => start().map(|info| Attached { info, is_new: true }),
     };
     attached.map_err(|e| options.failed(e))
+}
+
+/// Replaces `--format auto` by the detected format. The result is recorded with the device: a client that
+/// writes a raw image could later give it another format's magic number.
+fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
+    let DriverSpec::Image(path) = &options.image else { return Ok(options) };
+    if options.format != Some(Format::Auto) {
+        return Ok(options);
+    }
+    options.format = match blkq_drivers::detect_format(path)? {
+        None => Some(Format::Raw),
+        Some("qcow2") => Some(Format::Qcow2),
+        // The check below rejects an image without a format by its name.
+        Some(_) => None,
+    };
+    if let Some(format) = options.format {
+        let name = if format == Format::Raw { "raw" } else { "qcow2" };
+        print_error(&Failure::new(format!("{} is served as {name}", path.display())));
+    }
+    options.check().map(|()| options)
 }

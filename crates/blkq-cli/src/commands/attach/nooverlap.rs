@@ -10,11 +10,11 @@ use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 
 use super::attached::Attached;
-use crate::backing::{Backing, FileId, Window, fact};
 use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
+use crate::info::backing::{Backing, Window, fact};
+use crate::info::{DeviceInfo, FileId};
 use crate::options::{AttachOptions, Format, Setting, image_text};
 use crate::state::{Fate, StateDir};
 

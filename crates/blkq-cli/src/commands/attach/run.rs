@@ -7,12 +7,12 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use crate::commands::detach::{self, Detached};
+use crate::devices::uri::unescaped;
 use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::info::DeviceInfo;
 use crate::launch::Launched;
 use crate::options::{AttachOptions, Tls};
 use crate::state::StateDir;
-use crate::uri::unescaped;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;

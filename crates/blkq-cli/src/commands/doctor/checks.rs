@@ -11,8 +11,7 @@ use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 
 use super::finding::Finding;
-use crate::confine;
-use crate::daemon::raise_limits;
+use crate::daemon::Serve;
 use crate::state::StateDir;
 
 /// The oldest kernel whose io_uring has all operations that an engine needs.
@@ -25,15 +24,15 @@ const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 const FILES: u64 = 2048;
 
 /// `certificates` is the directory of --tls-certificates.
-pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
+pub fn run_all<D: Serve>(certificates: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![
         kernel(&kernel_release()),
         io_uring(),
         state_directory(),
-        locked_memory(locked_memory_limit(), geteuid().is_root()),
+        locked_memory(locked_memory_limit::<D>(), geteuid().is_root()),
         open_files(getrlimit(Resource::Nofile).maximum),
-        landlock(confine::landlock_abi()),
-        seccomp(confine::filter::is_there()),
+        landlock(D::landlock_abi()),
+        seccomp(D::has_seccomp()),
         block_devices(),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
         ceph(),
@@ -143,8 +142,8 @@ fn state_directory() -> Finding {
 /// The limit that applies to daemons, which raise it as far as the kernel allows. Raising the hard limit
 /// needs CAP_SYS_RESOURCE in the initial user namespace, which even root in a container often lacks. So this
 /// process raises its own limit.
-fn locked_memory_limit() -> Option<u64> {
-    raise_limits();
+fn locked_memory_limit<D: Serve>() -> Option<u64> {
+    D::raise_limits();
     getrlimit(Resource::Memlock).current
 }
 

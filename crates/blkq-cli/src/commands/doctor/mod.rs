@@ -8,9 +8,10 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
+use crate::daemon::Serve;
 use crate::failure::{EXIT_FAILED, Outcome};
+use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::table::{Align, render};
 
 use checks::{kernel_release, run_all};
 use finding::{Finding, State};
@@ -75,8 +76,8 @@ impl Page {
 }
 
 impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let page = Page::new(run_all(self.tls_certificates.as_deref()));
+    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
+        let page = Page::new(run_all::<D>(self.tls_certificates.as_deref()));
         if self.json {
             print_json(&page)?;
         } else {

@@ -2,10 +2,10 @@
 
 use blkq::text::{escape, escaped, is_control};
 
-use crate::backing::{Backing, shown_path};
-use crate::columns::{Cell, Column, device_word};
 use crate::info::DeviceInfo;
-use crate::table::render_apart;
+use crate::info::backing::{Backing, shown_path};
+use crate::output::columns::{Cell, Column, device_word};
+use crate::output::table::render_apart;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Style {

@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
+use crate::control::statistics::Statistics;
 use crate::control::{Request, ask_if_there, no_such_device};
 use crate::devices::name_of;
 use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::output::{print, print_json};
 use crate::state::StateDir;
-use crate::statistics::Statistics;
-use crate::timestamp::rfc3339;
+use crate::system::timestamp::rfc3339;
 use crate::{completion, usage};
 
 use overview::overview;

@@ -1,7 +1,7 @@
 //! The report of several devices, with the column names and units of iostat(1).
 
 use super::report::{Figures, Group, Report};
-use crate::table::{Align, render};
+use crate::output::table::{Align, render};
 
 /// 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
 const HEADS: [&str; 15] = [
@@ -57,7 +57,7 @@ fn row(figures: &Figures) -> [String; HEADS.len()] {
 mod tests {
     use super::super::report::tests::counted;
     use super::*;
-    use crate::statistics::Statistics;
+    use crate::control::statistics::Statistics;
 
     #[test]
     fn each_device_has_a_line_and_idle_devices_are_counted() {

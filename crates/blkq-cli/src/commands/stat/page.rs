@@ -6,8 +6,8 @@ use serde_json::{Map, Value};
 
 use super::histogram::draw;
 use super::report::{Batches, Figures, Flushes, Group, Report, Throttled};
-use crate::statistics::{Gate, Nbd, Throttle, VhostUser};
-use crate::table::{Align, render};
+use crate::control::statistics::{Gate, Nbd, Throttle, VhostUser};
+use crate::output::table::{Align, render};
 
 impl Report {
     /// Operations and mechanisms that were idle are omitted, unless `verbose`.
@@ -224,7 +224,7 @@ mod tests {
 
     use super::super::report::tests::counted;
     use super::*;
-    use crate::statistics::Statistics;
+    use crate::control::statistics::Statistics;
 
     #[test]
     fn a_page_is_aligned_and_omits_idle_parts() {

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::histogram::bars;
-use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
-use crate::timestamp::rfc3339;
+use crate::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
+use crate::system::timestamp::rfc3339;
 
 pub struct Report {
     pub figures: Figures,

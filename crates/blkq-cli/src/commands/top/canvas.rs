@@ -2,7 +2,7 @@ use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::Style;
 
-use crate::table::Align;
+use crate::output::table::Align;
 
 /// Cuts `text` at the right edge of `area`. Returns the column after the text.
 pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, style: Style) -> u16 {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::row::Row;
 use crate::commands::stat::report::Report;
+use crate::control::statistics::Statistics;
 use crate::failure::Outcome;
-use crate::statistics::Statistics;
 
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
@@ -122,8 +122,8 @@ pub mod tests {
     use blkq::{Counter, StatGroup, StatsSnapshot};
 
     use super::*;
+    use crate::control::statistics::{Nbd, QueueSums};
     use crate::failure::Failure;
-    use crate::statistics::{Nbd, QueueSums};
 
     /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB.
     pub fn statistics(second: u64, ios: u64, latency_ns: u64) -> Statistics {

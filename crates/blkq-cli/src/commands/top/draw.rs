@@ -9,7 +9,7 @@ use super::page;
 use super::row::{Row, count, latency, percent, short};
 use super::theme::Theme;
 use super::view::{Sort, View};
-use crate::table::Align;
+use crate::output::table::Align;
 
 /// The scale of the latency bars: from 10^0 to 10^7 microseconds.
 const BAR_DECADES: std::ops::Range<f64> = 0.0..7.0;

@@ -7,7 +7,7 @@ use super::canvas::{aligned, put};
 use super::devices::{Column, POWERS};
 use super::row::latency;
 use super::theme::Theme;
-use crate::table::Align;
+use crate::output::table::Align;
 
 const LABEL_COLUMNS: u16 = 8;
 

@@ -23,10 +23,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::signals::{self, Signal, Signals};
 use crate::state::StateDir;
-use crate::table::{Align, render};
+use crate::system::signals::{self, Signal, Signals};
 
 use devices::Devices;
 use keys::Keys;

@@ -8,7 +8,7 @@ use super::row::{count, latency, percent, short};
 use super::theme::Theme;
 use super::view::View;
 use crate::commands::stat::report::{Figures, Group, Queue};
-use crate::table::Align;
+use crate::output::table::Align;
 
 const TOP_ROWS: u16 = 9;
 /// The heat map is drawn if there are more rows than this.

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
+use crate::control::statistics::Statistics;
 use crate::control::{Request, ask_if_there};
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
-use crate::statistics::Statistics;
 
 /// Less than the default, because there is one thread for each device.
 const STACK_BYTES: usize = 256 << 10;
@@ -111,7 +111,7 @@ mod tests {
 
     use super::*;
     use crate::control::reply_line;
-    use crate::state::tests::scratch;
+    use crate::harness::scratch;
     use blkq::testing::wait_for;
 
     #[test]

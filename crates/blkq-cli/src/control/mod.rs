@@ -1,0 +1,495 @@
+//! The control protocol. A client connects to the unix socket `NAME.control` and sends one line of JSON; the
+//! daemon answers with one line and closes the connection. Commands in several steps use a [`Dialogue`].
+
+pub mod bitmaps;
+mod dialogue;
+pub mod resize;
+pub mod statistics;
+mod stopped;
+
+pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
+
+use std::ffi::OsStr;
+use std::io::{self, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use blkq_export::peer::Peer;
+use rustix::io::retry_on_intr;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::control::bitmaps::BitmapChange;
+use crate::control::statistics::Statistics;
+use crate::failure::similar::closest;
+use crate::failure::{Failure, Outcome, print_error};
+use crate::info::ClientInfo;
+use crate::options::Record;
+use crate::state::{DYING_WAIT, Found, StateDir};
+use stopped::{Stopped, connect, is_readable, wait_for};
+
+/// In bytes, including the newline.
+pub const LINE_BYTES_MAX: usize = 64 << 10;
+/// In bytes, including the newline. The largest reply holds the options of a device, which are as long as a
+/// command line at most, and a thousand clients.
+pub const REPLY_BYTES_MAX: usize = 8 << 20;
+/// How long a daemon waits for a complete request, and for the client to read the reply.
+pub const LINE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client waits for an answer that the daemon gives from memory.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client that waits for a device to stop waits for an answer about its progress.
+const STATE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a client waits for a change. A change waits for the I/O in flight.
+pub const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A client's request to a daemon.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// Check that the daemon answers.
+    Ping {},
+    /// Return the device and its settings.
+    Show {},
+    /// Return the counters of the device.
+    Stat {},
+    /// Change settings, in order, until one fails.
+    Set { settings: Vec<(String, String)> },
+    /// Change the size of the device.
+    Resize {
+        /// The new size in bytes; `None` for the current size of the image.
+        size: Option<u64>,
+        /// Number of bytes by which the device grows; `size` is then absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        grow_by: Option<u64>,
+        /// Shrink the device even if it is in use.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+        /// A user of the block device that the client found. A confined daemon cannot see other processes.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        user: Option<String>,
+    },
+    /// Reissue the requests that are held after I/O errors. The reply is their number.
+    Resume {
+        /// Complete the requests with their errors instead.
+        fail: bool,
+    },
+    /// Return the dirty bitmaps of the device.
+    Bitmaps {},
+    /// Save the dirty bitmaps of a raw image in a new file, which the client sends in the next step.
+    BitmapFile {},
+    /// Change the dirty bitmaps of the device.
+    Bitmap { change: BitmapChange },
+    /// Make the device a member of a group. The file of the group, which a confined daemon must not open,
+    /// comes with the next step ([`Dialogue`]).
+    JoinGroup { group: String },
+    /// Change settings and reload the certificates: all of it, or nothing.
+    Apply { settings: Vec<(String, String)> },
+    /// Reload the certificates, for new connections. Does nothing if there are none.
+    ReloadCertificates {},
+    /// Trace the device until the connection is closed. The reply carries the memory file with the events.
+    Trace {
+        /// Size of the ring of each queue in bytes, a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
+        ring_bytes: u64,
+    },
+    /// Take an external snapshot: continue with a new overlay. The daemon replies three times ([`Dialogue`]):
+    /// when it has flushed and expects the file of the overlay, when the overlay is ready and all I/O waits,
+    /// and, after one more byte from the client, when I/O continues ([`Snapshotted`]).
+    Snapshot {
+        /// The options of the device with the overlay.
+        options: Record,
+        /// The number under which the command has recorded the overlay in `NAME.options`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<u64>,
+    },
+    /// Commit the overlay into its backing file and pivot to the backing file ([`Dialogue`]). The daemon
+    /// replies when it expects the backing file ([`BegunCommit`]). The client records the image in
+    /// `NAME.options`, with the sector size of that reply. Then it sends one byte with the backing file
+    /// opened for writing, the same file opened once more for syncs, and, if there is one, the file with the
+    /// bitmaps. The daemon replies again when the commit is complete ([`Committed`]), and cancels it if the
+    /// client closes the connection.
+    Commit {
+        /// The number under which the command will record the backing file.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<u64>,
+    },
+    /// Stop the daemon, and leave the kernel's block device to the next daemon.
+    Leave {},
+    /// Detach the device, and stop the daemon.
+    Detach {
+        /// Detach even if clients are connected.
+        force: bool,
+    },
+}
+
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reply<T> {
+    Ok(T),
+    /// The reason and a hint.
+    Error(String),
+}
+
+pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
+    outcome.and_then(|value| line_of(&Reply::Ok(value))).unwrap_or_else(|failure| {
+        let error = Reply::<()>::Error(failure.to_string());
+        line_of(&error).unwrap_or_else(|_| b"{\"error\":\"the error is too long\"}\n".to_vec())
+    })
+}
+
+/// Fails if the line is longer than [`REPLY_BYTES_MAX`].
+pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
+    let mut line =
+        serde_json::to_vec(reply).map_err(|e| Failure::new(format!("cannot encode the reply: {e}")))?;
+    line.push(b'\n');
+    if line.len() > REPLY_BYTES_MAX {
+        return Err(Failure::new(format!("the reply is longer than {REPLY_BYTES_MAX} bytes")));
+    }
+    Ok(line)
+}
+
+/// The line has no newline.
+pub fn parse_request(line: &[u8]) -> Outcome<Request> {
+    serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
+}
+
+#[derive(Debug)]
+pub enum Called<T> {
+    Answered(T),
+    /// No daemon listens under this name.
+    Nobody,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct StopTimeouts {
+    /// After this time the client prints what it waits for.
+    report_after: Duration,
+    /// A forced stop fails after this time. Without force, the client waits for the I/O in flight and the
+    /// last flush, without a limit.
+    forced: Duration,
+}
+
+const STOP_TIMEOUTS: StopTimeouts =
+    StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
+
+/// Sends a request to the daemon of `name`. If the request stops the daemon, also waits until its process has
+/// exited. Fails with the daemon's error, or if the daemon does not answer or stop in time.
+pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
+    call_with(dir, name, request, STOP_TIMEOUTS, |what| {
+        print_error(&Failure::new(format!("{name}: waiting for {what}")));
+    })
+}
+
+/// `report` receives what the client waits for.
+fn call_with<T: DeserializeOwned>(
+    dir: &StateDir,
+    name: &str,
+    request: &Request,
+    timeouts: StopTimeouts,
+    report: impl FnMut(&str),
+) -> Outcome<Called<T>> {
+    let log = dir.file(name, ".log");
+    let hangs = |pid: Option<Pid>, why: &str| {
+        let of = pid.map(|pid| format!(" (pid {})", pid.as_raw_nonzero())).unwrap_or_default();
+        Failure::new(format!("{name}: the daemon{of} {why}; see its log {}", log.display()))
+    };
+    let is_stopped = |e: &io::Error| Stopped::of(e).map(|stopped| Failure::new(format!("{name}: {stopped}")));
+    let stream = match connect(dir, name, ANSWER_TIMEOUT) {
+        Ok(stream) => stream,
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+            return Ok(Called::Nobody);
+        }
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
+        Err(e) => {
+            let other = || Failure::new(format!("cannot connect to the daemon of {name}: {e}"));
+            return Err(is_stopped(&e).unwrap_or_else(other));
+        }
+    };
+    // The process that listens, as the kernel recorded it. Its exit is observed through the pidfd.
+    let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
+    let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    let asks =
+        matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {} | Request::Bitmaps {});
+    let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
+    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + timeouts.forced);
+    let reply = send(&stream, request).and_then(|()| {
+        if stops {
+            wait_for_stop(dir, name, &stream, timeouts.report_after, until, report)?;
+        }
+        receive(&stream, if asks || stops { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
+    });
+    let reply = match reply {
+        // The daemon was killed, and its threads exit one after the other. Only requests without side effects
+        // count as unanswered: whether a change was made is unknown.
+        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits) => {
+            return Ok(Called::Nobody);
+        }
+        reply => reply,
+    };
+    let reply = reply.map_err(|e| {
+        is_stopped(&e).unwrap_or_else(|| match e.kind() {
+            io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, timeouts.forced),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
+            _ => hangs(pid, &format!("sent no answer ({e})")),
+        })
+    })?;
+    match reply {
+        Reply::Ok(value) => {
+            // The daemon's files and locks are released by its exit, not by its answer.
+            if let Some(daemon) = daemon.filter(|_| stops)
+                && !is_readable(&daemon, until)
+            {
+                return Err(not_stopped(dir, name, pid, timeouts.forced));
+            }
+            Ok(Called::Answered(value))
+        }
+        Reply::Error(message) => Err(refused(name, &message)),
+    }
+}
+
+/// A daemon of an older version does not know all requests.
+fn refused(name: &str, message: &str) -> Failure {
+    match message.starts_with("malformed request: unknown ") {
+        true => Failure::new(format!(
+            "{name}: the daemon is older than this program and cannot do this; run `blkq upgrade {name}`, or detach \
+             the device and attach it again"
+        )),
+        false => Failure::new(message),
+    }
+}
+
+/// The ID of the process that accepts commands for `name`, as the kernel recorded it. Fails if no daemon
+/// answers, or if its process is in another PID namespace.
+pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
+    let stream = connect(dir, name, ANSWER_TIMEOUT)?;
+    let peer = Peer::of(&stream)?;
+    // A compromised daemon can reply anything, so the reply is not used.
+    send(&stream, &Request::Ping {})?;
+    receive::<serde_json::Value>(&stream, ANSWER_TIMEOUT)?;
+    let pid = peer.pid.map(|pid| pid.as_raw_nonzero().get());
+    pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+/// Reports what the daemon waits for after `report_after`, and again if requests are held later on. Fails
+/// with [`io::ErrorKind::TimedOut`] at `until`, and [`Stopped`] if the daemon is stopped.
+fn wait_for_stop(
+    dir: &StateDir,
+    name: &str,
+    stream: &UnixStream,
+    report_after: Duration,
+    until: Option<Instant>,
+    mut report: impl FnMut(&str),
+) -> io::Result<()> {
+    let mut reported: Option<bool> = None;
+    while !wait_for(stream, Some(Instant::now() + report_after))? {
+        let remaining = Remaining::of(dir, name);
+        let is_held = matches!(remaining, Remaining::Held(_));
+        if reported.is_none_or(|reported_held| is_held && !reported_held) {
+            report(&remaining.describe(name));
+            reported = Some(is_held);
+        }
+        // A forced stop fails held requests, so there is nothing more to report.
+        if until.is_some() {
+            return match wait_for(stream, until)? {
+                true => Ok(()),
+                false => Err(io::ErrorKind::TimedOut.into()),
+            };
+        }
+    }
+    Ok(())
+}
+
+enum Remaining {
+    InFlight(u64),
+    /// Requests that are held after I/O errors. The kernel writes dirty pages back when the last user closes
+    /// the block device, and these writes may fail.
+    Held(u64),
+    /// Clients that have not read all their replies.
+    Clients(Vec<String>),
+    Unknown,
+}
+
+impl Remaining {
+    fn of(dir: &StateDir, name: &str) -> Remaining {
+        let Some(statistics) = query::<Statistics>(dir, name, &Request::Stat {}) else {
+            return Remaining::Unknown;
+        };
+        let snapshot = statistics.snapshot();
+        let in_flight = snapshot.in_flight.iter().sum();
+        match (snapshot.held, in_flight) {
+            (0, 0) if statistics.nbd.is_some_and(|nbd| nbd.connected > 0) => {
+                let clients = query::<Clients>(dir, name, &Request::Show {}).map(|info| info.clients);
+                let waited_for = clients.into_iter().flatten().filter(|client| client.in_flight > 0);
+                Remaining::Clients(waited_for.map(|client| client.peer).collect())
+            }
+            (0, in_flight) => Remaining::InFlight(in_flight),
+            (held, _) => Remaining::Held(held),
+        }
+    }
+
+    fn describe(&self, name: &str) -> String {
+        let plural = |count: &u64| if *count == 1 { "" } else { "s" };
+        match self {
+            Remaining::InFlight(0) => "the last flush".to_owned(),
+            Remaining::Clients(clients) => match &clients[..] {
+                [] => "clients to disconnect".to_owned(),
+                [client] => format!("the NBD client ({client}) to take its replies"),
+                [client, others @ ..] => {
+                    format!("the NBD client ({client}) and {} more to take their replies", others.len())
+                }
+            },
+            Remaining::InFlight(count) => format!("{count} request{} in flight", plural(count)),
+            Remaining::Held(count) => format!(
+                "{count} request{} held after I/O errors; `blkq resume {name}` reissues them, `blkq resume --fail {name}` fails them",
+                plural(count)
+            ),
+            Remaining::Unknown => "the daemon to exit".to_owned(),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Clients {
+    clients: Vec<ClientInfo>,
+}
+
+/// `None` if the daemon does not answer.
+fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Option<T> {
+    let reply = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
+        send(&stream, request)?;
+        receive::<T>(&stream, STATE_TIMEOUT)
+    });
+    match reply {
+        Ok(Reply::Ok(answer)) => Some(answer),
+        _ => None,
+    }
+}
+
+fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
+    let kill = pid
+        .map(|pid| format!("; to abort the I/O in flight, run `kill -9 {}`", pid.as_raw_nonzero()))
+        .unwrap_or_default();
+    let remaining = Remaining::of(dir, name);
+    let reason = match remaining {
+        Remaining::Clients(_) => "",
+        _ => ", because the storage of the image does not respond (see dmesg)",
+    };
+    Failure::new(format!(
+        "{name}: still waiting for {} after {} s{reason}; the device detaches when this is done{kill}",
+        remaining.describe(name),
+        waited.as_secs()
+    ))
+}
+
+fn is_cut_off(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// Whether a process that was killed exits within [`DYING_WAIT`].
+fn exits(process: &OwnedFd) -> bool {
+    is_readable(process, Some(Instant::now() + DYING_WAIT))
+}
+
+/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, or its daemon was killed
+/// or crashed.
+pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
+    ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
+}
+
+/// As [`ask`], but returns `None` if no such device exists.
+pub fn ask_if_there<T: DeserializeOwned>(
+    dir: &StateDir,
+    name: &str,
+    request: &Request,
+) -> Outcome<Option<T>> {
+    // A text that is not a valid name, for example "../x", must not become part of a path.
+    if crate::state::check_name(name).is_ok() {
+        match call(dir, name, request)? {
+            Called::Answered(answer) => return Ok(Some(answer)),
+            Called::Nobody => {
+                if let Found::Remains(remains) = dir.inspect(name)? {
+                    return Err(remains.failure());
+                }
+            }
+        }
+    }
+    Ok(None)
+}
+
+pub fn no_such_device(name: &str) -> Failure {
+    let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
+    let file = Path::new(name).file_name().and_then(OsStr::to_str).unwrap_or(name);
+    let similar = match closest(file, names) {
+        Some(similar) => format!("did you mean {similar}? "),
+        None => String::new(),
+    };
+    Failure::new(format!("{name}: no such device; {similar}`blkq list` shows all devices"))
+}
+
+/// The stale files of the daemon were just removed.
+pub fn died(name: &str, last_log_line: &str) -> Failure {
+    let reason = match last_log_line {
+        "" => "empty log".to_owned(),
+        line => format!("last log line: {line}"),
+    };
+    Failure::new(format!(
+        "{name}: the daemon was killed or crashed ({reason}), and its stale files were removed; attach the image again"
+    ))
+}
+
+/// A daemon that rejects a client does so without reading the request, so sending fails with EPIPE or
+/// ECONNRESET. That error is ignored here: the reply says why.
+fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    match stream.write_all(&line) {
+        Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => Ok(()),
+        sent => sent,
+    }
+}
+
+fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::Result<Reply<T>> {
+    receive_with_file(stream, timeout).map(|(reply, _)| reply)
+}
+
+/// Reads no byte beyond the newline, because the daemon may already have sent the next reply.
+fn receive_with_file<T: DeserializeOwned>(
+    stream: &UnixStream,
+    timeout: Duration,
+) -> io::Result<(Reply<T>, Option<OwnedFd>)> {
+    stream.set_read_timeout(Some(timeout))?;
+    let (mut answer, mut file) = (Vec::new(), None);
+    let mut piece = vec![0; 4096];
+    while answer.last() != Some(&b'\n') && answer.len() < REPLY_BYTES_MAX {
+        if !wait_for(stream, Some(Instant::now() + timeout))? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let (seen, _) = retry_on_intr(|| recv(stream, &mut piece[..], RecvFlags::PEEK))?;
+        let line = piece[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = retry_on_intr(|| {
+            let pieces = &mut [IoSliceMut::new(&mut piece[..line])];
+            recvmsg(stream, pieces, &mut control, RecvFlags::CMSG_CLOEXEC)
+        })?;
+        if received.bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
+        }
+        answer.extend_from_slice(&piece[..received.bytes]);
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(files) = message {
+                file = files.last().or(file);
+            }
+        }
+    }
+    Ok((serde_json::from_slice(&answer)?, file))
+}
+
+#[cfg(test)]
+mod tests;

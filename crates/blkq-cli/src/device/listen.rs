@@ -1,0 +1,146 @@
+//! The addresses on which a device is served, TLS, and warnings about who can connect.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use blkq::ErrorKind;
+use blkq_export::nbd::{NbdOptions, NbdServer, TlsCertificates, TlsOptions};
+use blkq_export::vhost_user::VhostUserDevice;
+use blkq_export::{Listen, SocketAccess};
+
+use crate::device::access::closed_directory;
+use crate::failure::{Failure, Outcome};
+use crate::options::{Address, AttachOptions, Export, Tls};
+use crate::state::Claim;
+
+#[derive(Default)]
+pub(super) struct Sockets {
+    pub(super) nbd: Vec<Listen>,
+    pub(super) vhost: Option<Listen>,
+}
+
+pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
+    match listen {
+        Listen::Unix(path) => Some(path.clone()),
+        _ => None,
+    }
+}
+
+/// The default is a unix socket in the state directory.
+pub(super) fn addresses(
+    options: &AttachOptions,
+    claim: &Claim,
+    inherited: Vec<OwnedFd>,
+) -> Outcome<Vec<Listen>> {
+    if options.listen.is_empty() && inherited.is_empty() {
+        return Ok(vec![Listen::Unix(claim.file(".nbd"))]);
+    }
+    if options.listen.is_empty() {
+        return Ok(inherited.into_iter().map(Listen::Inherited).collect());
+    }
+    options.listen.iter().map(listen_at).collect()
+}
+
+pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<Option<Listen>> {
+    if !options.exports.contains(&Export::VhostUserBlk) {
+        return Ok(None);
+    }
+    match &options.vhost_socket {
+        Some(path) => listen_at(&Address::Unix(path.clone())).map(Some),
+        None => Ok(Some(Listen::Unix(claim.file(".vhost")))),
+    }
+}
+
+pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
+    match address {
+        // The path must be absolute: the daemon changes its directory, and removes the socket later.
+        Address::Unix(path) => std::path::absolute(path)
+            .map(Listen::Unix)
+            .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
+        Address::Tcp(host, port) => Ok(Listen::Tcp(host.clone(), *port)),
+    }
+}
+
+pub(super) fn no_server(error: blkq::Error) -> Failure {
+    match error.kind() {
+        ErrorKind::Exposed => Failure::new(format!(
+            "{error}; require TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or \
+             use --insecure to accept this"
+        )),
+        _ => error.into(),
+    }
+}
+
+/// As [`no_server`], before a server listens on `address`.
+pub(super) fn exposed(address: &SocketAddr) -> Failure {
+    let message =
+        format!("other machines can connect to {address} and could read and change the device without TLS");
+    no_server(blkq::Error::new(ErrorKind::Exposed, message))
+}
+
+pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
+    let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
+    else {
+        return Ok(None);
+    };
+    let certificates = TlsCertificates::load(directory)?;
+    Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
+}
+
+/// Includes the directories to which symbolic links in `directory` lead.
+pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let real = entries.filter_map(|entry| entry.path().canonicalize().ok()?.parent().map(Path::to_owned));
+    let mut directories: Vec<PathBuf> = real.chain([directory.to_owned()]).collect();
+    directories.sort();
+    directories.dedup();
+    directories
+}
+
+/// Warns about sockets in directories that some of the intended clients cannot enter.
+pub(super) fn warn_of_closed_directories<'a>(
+    listen: impl Iterator<Item = &'a Listen>,
+    access: SocketAccess,
+) -> Vec<String> {
+    let closed = listen.filter_map(unix_path).filter_map(|path| {
+        let directory = closed_directory(&path, access)?;
+        Some((path, directory))
+    });
+    closed
+        .map(|(path, directory)| {
+            let (path, directory) = (path.display(), directory.display());
+            format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path")
+        })
+        .collect()
+}
+
+/// Warns about servers that more clients can reach than the user may expect.
+pub(super) fn warn_of_access(
+    options: &AttachOptions,
+    nbd_options: &NbdOptions,
+    servers: &[NbdServer],
+    vhost: Option<&VhostUserDevice>,
+) -> Vec<String> {
+    let required = nbd_options.tls.as_ref().filter(|tls| tls.required);
+    let verified = required.is_some_and(|tls| tls.certificates.verifies_clients());
+    let mut warnings = Vec::new();
+    if required.is_some() && !verified {
+        warnings.extend(servers.iter().filter_map(NbdServer::beyond_this_machine).map(|address| {
+            format!("every machine that can reach {address} can use the device, because no client needs a certificate; add ca-cert.pem to the certificate directory, or restrict access with a firewall")
+        }));
+    }
+    let hint = match options.socket_mode {
+        Some(_) => "use --socket-group and --socket-mode 660",
+        None => "set SocketMode=0600 in the socket unit",
+    };
+    let open_to_all = servers.iter().filter_map(NbdServer::open_to_all_users);
+    let open_to_all = open_to_all.chain(vhost.and_then(VhostUserDevice::open_to_all_users));
+    warnings.extend(open_to_all.map(|socket| format!("any local user can connect to {socket}; {hint}")));
+    if !(options.insecure || verified) {
+        warnings.extend(servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
+            format!("any local user can connect to {address}; use a unix socket, or TLS with client certificates (ca-cert.pem), or --insecure to accept this")
+        }));
+    }
+    warnings
+}

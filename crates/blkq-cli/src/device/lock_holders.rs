@@ -1,0 +1,299 @@
+//! Finds who uses an image that is in use: devices of the same state directory, or the processes that hold
+//! locks on it.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use blkq_drivers::DriverSpec;
+
+use crate::failure::{Failure, Outcome};
+use crate::info::backing::Window;
+use crate::info::{FileId, StateFile};
+use crate::options::{AttachOptions, Format, image_text};
+use crate::state::{Fate, Found, StateDir, is_process_dying};
+
+pub struct Holders {
+    /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
+    pub text: String,
+    /// Whether all holders could share the image (`--shared`), as far as is known. The files of a qcow2 image
+    /// cannot be shared.
+    pub can_share: bool,
+}
+
+/// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see.
+pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<Holders> {
+    let file = FileId::of(path)?;
+    let holders = holders(path, file, Window { offset, size_limit });
+    // The daemons are not asked: one that is starting may be the process that calls this.
+    let names = dir.names().unwrap_or_default();
+    let states: Vec<StateFile> = names.iter().filter_map(|name| dir.read_state(name)).collect();
+    let serves = |state: &&StateFile| match holders.is_empty() {
+        // The kernel hides the locks of other users' processes. Then a recorded device whose process exists
+        // is assumed to be the holder.
+        true => {
+            FileId::of(state.image_path()) == Some(file)
+                && Path::new("/proc").join(state.pid.to_string()).exists()
+        }
+        false => holders.contains(&state.pid),
+    };
+    let devices: Vec<&StateFile> = states.iter().filter(serves).collect();
+    if !devices.is_empty() {
+        let is_raw = |state: &&StateFile| {
+            let options = state.attach_options.as_ref().and_then(|record| record.read().ok());
+            options.is_none_or(|options| options.format != Some(Format::Qcow2))
+        };
+        let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
+        let can_share = devices.iter().all(is_raw);
+        let device = if names.len() == 1 { "device" } else { "devices" };
+        return Some(Holders { text: format!("by the {device} {}", names.join(", ")), can_share });
+    }
+    let process = |pid: &u32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        format!("process {pid} ({})", name.trim())
+    };
+    let processes: Vec<String> = holders.iter().map(process).collect();
+    let text = format!("by {}", processes.join(", "));
+    (!processes.is_empty()).then_some(Holders { text, can_share: true })
+}
+
+/// Whether a process holds locks on these bytes of the image at `path`, as far as this user can see.
+pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+    FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
+}
+
+pub fn daemons(dir: &StateDir) -> Vec<u32> {
+    let names = dir.names().unwrap_or_default();
+    names.iter().filter_map(|name| Some(dir.read_state(name)?.pid)).collect()
+}
+
+/// Whether one of `processes` is running and has locked these bytes of the image at `path`, as far as this user can
+/// see. A killed process is not a running one: the kernel releases its locks soon.
+pub fn has_running_holder(processes: &[u32], path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+    let Some(file) = FileId::of(path) else { return false };
+    let is_holder = holder_check(path, file, Window { offset, size_limit });
+    processes.iter().any(|pid| is_holder(*pid) && !is_process_dying(&pid.to_string()))
+}
+
+/// Whether the block device at `path` is mounted, or part of another block device.
+pub fn is_mounted(path: &Path) -> bool {
+    let Ok(metadata) = fs::metadata(path) else { return false };
+    if !metadata.file_type().is_block_device() {
+        return false;
+    }
+    let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
+    let number = format!("{major}:{minor}");
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let holders = fs::read_dir(format!("/sys/dev/block/{number}/holders"));
+    mounts.lines().any(|mount| mount.split(' ').nth(2) == Some(&number))
+        || holders.is_ok_and(|mut holders| holders.next().is_some())
+}
+
+/// Refuses to use the image of `options` for the device `name` if the image belongs to another device that
+/// waits for its next daemon. No lock protects such an image, and its next daemon reissues I/O that would
+/// overwrite newer data.
+pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) -> Outcome {
+    for other in dir.names()?.into_iter().filter(|other| other != name) {
+        let Some(state) = dir.read_state(&other) else { continue };
+        // The state files of older versions have only the path.
+        let theirs = state.attach_options.as_ref().and_then(|record| record.read().ok());
+        let theirs = theirs.unwrap_or_else(|| AttachOptions {
+            image: DriverSpec::Image(PathBuf::from(&state.image)),
+            offset: 0,
+            size_limit: None,
+            shared: false,
+            read_only: false,
+            ..options.clone()
+        });
+        if !excludes(&theirs, state.file, options) {
+            continue;
+        }
+        if dir.is_handed_over(&other) {
+            return Err(Failure::new(format!(
+                "{} belongs to {other}, which is being handed over to a new daemon; detach {other} first",
+                image_text(&options.image)
+            )));
+        }
+        match dir.inspect(&other)? {
+            // Requests of this device's clients wait for its next daemon, which would reissue writes over
+            // newer data.
+            Found::Remains(remains)
+                if remains.state == Fate::Orphan || matches!(state.guest_options(), Ok(Some(_))) =>
+            {
+                return Err(remains.failure().during(image_text(&options.image)));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Whether two devices must not use their images at the same time. `file` is the image of `a` as recorded
+/// when it was attached: it may have been moved since.
+fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool {
+    let same = match (&a.image, &b.image) {
+        (DriverSpec::Image(one), DriverSpec::Image(other)) => {
+            let window =
+                |options: &AttachOptions| Window { offset: options.offset, size_limit: options.size_limit };
+            FileId::of(other).is_some_and(|other| [file, FileId::of(one)].contains(&Some(other)))
+                && window(a).overlaps(window(b))
+        }
+        (DriverSpec::Rbd(one), DriverSpec::Rbd(other)) => one == other && a.ceph_conf == b.ceph_conf,
+        _ => false,
+    };
+    same && !(a.shared && b.shared || a.read_only && b.read_only)
+}
+
+/// The other processes that hold locks on bytes of `window` of the file, sorted.
+fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
+    let mut processes = numbers("/proc");
+    let is_holder = holder_check(path, file, window);
+    processes.retain(|pid| is_holder(*pid));
+    processes.sort_unstable();
+    processes
+}
+
+/// Returns a function that checks whether a process, which is not this one, holds a lock on bytes of `window` of the
+/// file. /proc/locks names no owner of an open file description lock, so the fdinfo of each open file is read instead.
+fn holder_check(path: &Path, file: FileId, window: Window) -> impl Fn(u32) -> bool {
+    let path = path.canonicalize().unwrap_or_default();
+    let own = std::process::id();
+    let has_lock = move |pid: u32| {
+        numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
+            let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
+            let mut locks = info.lines().filter_map(Lock::parse);
+            // On some file systems, for example btrfs and overlayfs, stat(2) reports another device number
+            // than the lock does. There the path decides.
+            let is_path = || fs::read_link(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|link| link == path);
+            locks.any(|lock| {
+                lock.inode == file.inode
+                    && lock.is_use_of(window)
+                    && (lock.device == file.device || is_path())
+            })
+        })
+    };
+    move |pid| pid != own && has_lock(pid)
+}
+
+fn numbers(directory: &str) -> Vec<u32> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// A lock as proc_pid_fdinfo(5) prints it.
+#[derive(PartialEq, Debug)]
+struct Lock {
+    device: (u32, u32),
+    inode: u64,
+    window: Window,
+}
+
+impl Lock {
+    /// Whether the owner of the lock uses bytes of `window`. QEMU locks some of the bytes 100 to 199 of an
+    /// image that it uses, wherever its data is. A lock on only bytes 200 to 299 denies access to others,
+    /// which devices with another window do as well.
+    fn is_use_of(&self, window: Window) -> bool {
+        match self.window {
+            Window { offset: 100..200, size_limit: Some(1..=100) } => true,
+            Window { offset: 200..300, size_limit: Some(1..=100) } => false,
+            locked => locked.overlaps(window),
+        }
+    }
+
+    /// Parses a line such as `lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:01:1234 0 EOF`.
+    fn parse(line: &str) -> Option<Lock> {
+        let mut fields = line.strip_prefix("lock:")?.split_whitespace().skip(5);
+        let mut file = fields.next()?.split(':');
+        let mut hex = || u32::from_str_radix(file.next()?, 16).ok();
+        let device = (hex()?, hex()?);
+        let inode = file.next()?.parse().ok()?;
+        let offset: u64 = fields.next()?.parse().ok()?;
+        let size_limit = match fields.next()? {
+            "EOF" => None,
+            last => Some(last.parse::<u64>().ok()?.checked_sub(offset)?.checked_add(1)?),
+        };
+        Some(Lock { device, inode, window: Window { offset, size_limit } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::options;
+    use crate::info::DaemonState;
+    use crate::options::Record;
+
+    #[test]
+    fn a_file_has_one_device_by_whatever_name() {
+        let dir = crate::harness::scratch("waiting");
+        let (image, link) = (dir.path().join("image"), dir.path().join("link"));
+        fs::write(&image, "x").unwrap();
+        fs::hard_link(&image, &link).unwrap();
+        let with = |image: &Path, more: &[&str]| {
+            options(&[&[image.to_str().unwrap(), "--export", "nbd"], more].concat())
+        };
+        let (one, other) = (with(&image, &[]), with(&link, &[]));
+        assert!(excludes(&one, None, &other));
+        let shared = ["--shared"];
+        assert!(excludes(&with(&image, &shared), None, &other));
+        assert!(!excludes(&with(&image, &shared), None, &with(&link, &shared)));
+        let readers = ["--read-only"];
+        assert!(excludes(&one, None, &with(&link, &readers)));
+        assert!(!excludes(&with(&image, &readers), None, &with(&link, &readers)));
+        assert!(!excludes(
+            &with(&image, &["--offset", "4096"]),
+            None,
+            &with(&link, &["--size-limit", "4096"])
+        ));
+        let gone = with(&dir.path().join("gone"), &[]);
+        assert!(!excludes(&one, None, &gone));
+        assert!(excludes(&gone, FileId::of(&image), &other), "the image was moved");
+        let rbd = |image| options(&[image, "--export", "nbd"]);
+        assert!(
+            excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/i"))
+                && !excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/j"))
+        );
+
+        // During a handover, no process holds a lock on the image.
+        let claim = dir.claim("a").unwrap();
+        let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
+        let state = DaemonState { pid: 1, image: number, exports: vec![], owner: None, settings: vec![] };
+        claim.write_state(&state).unwrap();
+        assert_eq!(check_not_waiting(&dir, "b", &other), Ok(()));
+        let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
+        let why = check_not_waiting(&dir, "b", &other).unwrap_err().to_string();
+        assert!(why.contains("belongs to a, which is being handed over"), "{why}");
+        assert_eq!(check_not_waiting(&dir, "a", &other), Ok(()), "the next daemon may open the image");
+        drop(claim);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn locks_are_read_as_the_kernel_shows_them() {
+        let lock = |window| Some(Lock { device: (8, 26), inode: 1234, window });
+        assert_eq!(
+            Lock::parse("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 512 1023"),
+            lock(Window { offset: 512, size_limit: Some(512) })
+        );
+        assert_eq!(
+            Lock::parse("lock:\t2: POSIX  ADVISORY  READ 77 08:1a:1234 0 EOF"),
+            lock(Window { offset: 0, size_limit: None })
+        );
+        let of_device = Window { offset: 0, size_limit: Some(1 << 20) };
+        let after = Window { offset: 1 << 20, size_limit: None };
+        for (line, of_window, of_other) in [
+            ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 0 199", true, false),
+            ("lock:\t1: OFDLCK  ADVISORY  READ -1 08:1a:1234 200 201", false, false),
+            ("lock:\t1: OFDLCK  ADVISORY  READ -1 08:1a:1234 100 101", true, true),
+            ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 1048576 2097151", false, true),
+        ] {
+            let lock = Lock::parse(line).unwrap();
+            assert_eq!((lock.is_use_of(of_device), lock.is_use_of(after)), (of_window, of_other), "{line}");
+        }
+        for bad in
+            ["", "pos:\t0", "lock:", "lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 9 3", "lock:\t1: -> x"]
+        {
+            assert_eq!(Lock::parse(bad), None, "{bad}");
+        }
+    }
+}

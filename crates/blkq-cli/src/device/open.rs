@@ -1,0 +1,282 @@
+//! Starts to serve a device. The order of the steps matters: each resource is opened while this process still
+//! has the threads, mounts and privileges that it requires.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use blkq::{Disk, EngineHandle};
+use blkq_drivers::qcow2::Journals;
+use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
+
+use super::background::BackgroundThreads;
+use super::block_device::BlockDeviceState;
+use super::disk::{DiskStart, ServedDisk};
+use super::events::Events;
+use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
+use super::image::{
+    absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
+};
+use super::listen::{Sockets, addresses, vhost_address};
+use super::meter::Meter;
+use super::opened::{Children, Opened};
+use super::running::Running;
+use super::sandbox::Sandbox;
+use super::saved_settings::DeviceSettings;
+use super::servers::{ServerContext, Servers};
+use super::{Attached, Device, Served};
+use crate::device::autoclear::Autoclear;
+use crate::device::lock_holders;
+use crate::failure::{Failure, Outcome};
+use crate::group::Membership;
+use crate::info::{DaemonState, StateFile};
+use crate::metrics::Endpoint;
+use crate::options::{AttachOptions, Export, Record};
+use crate::state::{Claim, DYING_WAIT};
+
+/// A daemon of another name may have been killed just before.
+const IN_USE_WAIT: Duration = Duration::from_millis(300);
+
+const NO_PARTITION_SCAN: &str = "--partscan has no effect on an NBD export, whose client scans for partitions; \
+     to serve one partition, use --offset and --size-limit";
+
+pub const FLUSHES_IGNORED: &str =
+    "flushes are ignored: a crash of this machine or a power loss destroys the data of the device";
+
+impl Device {
+    /// NBD listens on the addresses of `options`, else on the `inherited` sockets, else on a unix socket in
+    /// the state directory. `settings` are those that were changed under the last daemon; one that cannot be
+    /// restored becomes a warning. If the device cannot be served, nothing is left open.
+    pub fn open(
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        claim: &Claim,
+        inherited: Vec<OwnedFd>,
+    ) -> Outcome<Device> {
+        let options = &with_ceph_files(options);
+        let exports = choose_exports(options, &inherited)?;
+        let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
+        let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
+        let check = || lock_holders::check_not_waiting(claim.dir(), claim.name(), options);
+        // Check before opening the image, because opening may change it, and again when it is locked, because
+        // a daemon may have exited in between.
+        check()?;
+        let open = |journals| {
+            let predecessor = claim.owner_before(&image_name(&options.image));
+            let opened = open_driver(claim.dir(), options, exports.ublk, None, wait, predecessor, journals);
+            let opened = opened.map_err(|error| refusal(error, options, claim))?;
+            check().map(|()| opened)
+        };
+        let identity = Identity::of_new();
+        let served = Served::record(options, claim, exports.ublk.then_some(identity))?;
+        let number = served.number;
+        let intent = settings.clone();
+        let mut options = options.clone();
+        let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };
+        let options = &options;
+        let attach =
+            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
+                let Some((setup, users)) = children else { return Ok(None) };
+                // The state file is written before the block device is created, so that a block device never
+                // exists without one, even if this daemon is killed.
+                claim.write_state(&DaemonState {
+                    pid: std::process::id(),
+                    image: number,
+                    exports: Vec::new(),
+                    owner: disk.driver().owner(),
+                    settings: intent.clone(),
+                })?;
+                let copy = options.copy.mode();
+                let options = UblkOptions {
+                    identity,
+                    recoverable: !disk.driver().is_lost_with_process(),
+                    partscan: !options.partscan.refused,
+                    copy,
+                    threads_per_queue: options.threads_per_queue,
+                    setup,
+                    users,
+                    failure_event,
+                };
+                let started = UblkDevice::start(disk, engines, options);
+                Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
+            };
+        let sockets = Sockets { nbd: listen, vhost: vhost_address(options, claim)? };
+        let has_block_device = exports.ublk;
+        let plan = Plan { options, claim, sockets, served, has_block_device, settings, is_successor: false };
+        let mut device = Device::serve(plan, open, attach)?;
+        device.attached.fallback = exports.no_ublk;
+        device.attached.warnings.extend(fewer_threads);
+        Ok(device)
+    }
+
+    /// As [`Device::open`], but takes over the block device of `state`, with the settings of its last daemon.
+    /// If this fails, the block device is unchanged.
+    pub fn recover(
+        options: &AttachOptions,
+        claim: &Claim,
+        state: StateFile,
+        inherited: Vec<OwnedFd>,
+    ) -> Outcome<Device> {
+        let Some(block_device) = state.ublk else {
+            return Err(Failure::new("the state file names no block device to take over"));
+        };
+        let options = &with_ceph_files(options);
+        let identity = block_device.identity();
+        let served = Served::record(options, claim, Some(identity))?;
+        let mut options = options.clone();
+        let fewer_threads = limit_threads(&mut options)?;
+        let threads = options.threads_per_queue;
+        keep_format(&mut options);
+        let bytes = size_of(identity)?;
+        keep_size(&mut options, bytes);
+        let nbd = options.exports.contains(&Export::Nbd);
+        let listen = if nbd { addresses(&options, claim, inherited)? } else { Vec::new() };
+        let attach =
+            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
+                let Some(children) = children else { return Ok(None) };
+                let taken_over =
+                    UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
+                Ok(Some(taken_over.map_err(not_taken_over)?))
+            };
+        let predecessor = state.owner;
+        let open = |journals| {
+            let opened = open_driver(
+                claim.dir(),
+                &options,
+                true,
+                Some(bytes),
+                DYING_WAIT,
+                predecessor.clone(),
+                journals,
+            );
+            opened.map_err(|error| refusal(error, &options, claim))
+        };
+        let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
+        let settings = state.settings;
+        let plan = Plan {
+            options: &options,
+            claim,
+            sockets,
+            served,
+            has_block_device: true,
+            settings,
+            is_successor: true,
+        };
+        let mut device = Device::serve(plan, open, attach)?;
+        device.attached.warnings.extend(fewer_threads);
+        Ok(device)
+    }
+
+    /// `attach` creates or takes over the block device, if there is one. Fails as [`Device::open`] does.
+    pub(super) fn serve(
+        plan: Plan,
+        open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
+        attach: impl FnOnce(
+            &Arc<Disk>,
+            &[EngineHandle],
+            Option<Children>,
+            Arc<OwnedFd>,
+        ) -> Outcome<Option<UblkDevice>>,
+    ) -> Outcome<Device> {
+        let Plan { options, claim, sockets, mut served, has_block_device, settings, is_successor } = plan;
+        let settings = DeviceSettings::new(options, settings);
+        let mut saved = settings.saved();
+        let mut options = options.clone();
+        saved.apply_to(&mut options);
+        let options = &options;
+        let autoclear = Autoclear::new(options.autoclear)?;
+
+        let idle_event = has_block_device.then(|| autoclear.idle_event());
+        let opened = Opened::new(options, claim, &sockets, idle_event, open)?;
+        let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
+
+        let partscan = has_block_device && !options.partscan.refused;
+        let start = DiskStart { is_successor, partscan };
+        let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, &start)?;
+        let handles = of_disk.handles();
+        // `engines` is declared last, so it is dropped first if a later step fails: this thread closes the
+        // image, which the confined engines must not do.
+        let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
+        let events = Events::new(&*disk.driver())?;
+        let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
+        let background = BackgroundThreads::new(options, &disk, handles.clone(), metrics, group_watch);
+
+        let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
+        let context = ServerContext {
+            disk: &disk,
+            engines: &handles,
+            image: &image,
+            tls,
+            serves_bytes: serves_bytes(options, has_block_device),
+            autoclear: &autoclear,
+            events: &events,
+        };
+        let (servers, of_servers) = Servers::start(options, sockets, context)?;
+        let mut running =
+            Running { servers, ublk: None, engines, bitmaps, image: Mutex::new(source.image), disk };
+        running.ublk = attach(&running.disk, &handles, children, events.failure.clone())
+            .inspect_err(|_| running.servers.close())?;
+        needs.block_device = running.ublk.as_ref().map(|ublk| ublk.identity().id);
+        served.image = image;
+
+        warnings.extend(no_journals);
+        warnings.extend(saved.warnings);
+        if options.unsafe_flush_ignore {
+            warnings.push(FLUSHES_IGNORED.to_owned());
+        }
+        warnings.extend(of_servers);
+        if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
+            warnings.push(NO_PARTITION_SCAN.to_owned());
+        }
+        warnings.extend(background.warning().map(str::to_owned));
+        let running = Arc::new(running);
+        let attached = Attached {
+            name: claim.name().to_owned(),
+            state_directory: claim.dir().path().to_owned(),
+            warnings,
+            fallback: None,
+            partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
+            flushes_ignored: options.unsafe_flush_ignore,
+        };
+        let group = Membership::new(group);
+        Ok(Device {
+            meter: Meter::new(claim.name(), &running, background.hangs(), group.clone()),
+            attached,
+            served: Mutex::new(served),
+            running: Mutex::new(Some(running)),
+            background: Mutex::new(Some(background)),
+            events,
+            autoclear,
+            settings,
+            group,
+            certificates,
+            journals,
+            sandbox: Sandbox::new(options.sandbox.then_some(needs)),
+            block_device: BlockDeviceState::new(has_block_device),
+            changing: Mutex::new(()),
+            commit: Mutex::new(None),
+            traced_by: Mutex::new(None),
+        })
+    }
+}
+
+impl Served {
+    /// Must happen before this process reads anything from a client: the next daemon trusts the file.
+    fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
+        let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
+        let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
+        Ok(Served { image, number, attach_options: Some(options) })
+    }
+}
+
+pub(super) struct Plan<'a> {
+    pub(super) options: &'a AttachOptions,
+    pub(super) claim: &'a Claim,
+    pub(super) sockets: Sockets,
+    pub(super) served: Served,
+    /// The device has a block device, or will have one.
+    pub(super) has_block_device: bool,
+    /// The changed settings of the last daemon.
+    pub(super) settings: Vec<(String, String)>,
+    pub(super) is_successor: bool,
+}

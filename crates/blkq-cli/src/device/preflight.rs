@@ -1,0 +1,113 @@
+//! Checks whether a new daemon could serve a device, while the old daemon still serves it.
+
+use std::fs;
+use std::path::Path;
+
+use blkq_drivers::DriverSpec;
+
+use super::exports::size_of;
+use super::image::{driver_options, keep_format, keep_size};
+use super::listen::tls;
+use crate::failure::{Failure, Outcome};
+use crate::group::GroupFile;
+use crate::info::BlockDevice;
+use crate::options::{AttachOptions, Format};
+use crate::state::StateDir;
+
+/// Checks that this program could take over `block_device`: the kernel's device, the image and the
+/// certificates. Changes nothing.
+pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
+    let bytes = size_of(block_device.identity())?;
+    check(options, bytes)
+}
+
+/// As [`check_take_over`], for a device of `bytes` without a block device. Such a device is attached again,
+/// which fails if its group does not exist.
+pub fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
+    if let Some(group) = &options.group {
+        GroupFile::open(dir, group)?;
+    }
+    check(options, bytes)
+}
+
+fn check(options: &AttachOptions, bytes: u64) -> Outcome {
+    let mut options = options.clone();
+    keep_format(&mut options);
+    keep_size(&mut options, bytes);
+    if let DriverSpec::Image(path) = &options.image
+        && options.format == Some(Format::Raw)
+    {
+        check_size(path, options.offset, bytes)?;
+    }
+    tls(&options)?;
+    Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
+}
+
+/// Rejects an image file that is smaller than its device. For block devices, fs::metadata has no size.
+fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() && metadata.len() < offset.saturating_add(bytes) => {
+            Err(Failure::new(format!(
+                "{} is smaller than the device; extend it to {} bytes",
+                path.display(),
+                offset.saturating_add(bytes)
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::{options, scratch};
+
+    #[test]
+    fn a_device_that_is_attached_again_needs_its_group() {
+        let dir = scratch("preflight-group");
+        let options = options(&["ram:1M", "--export", "nbd", "--group", "g"]);
+        assert!(check_successor(&dir, &options, 1 << 20).unwrap_err().to_string().contains("no group g"));
+        GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
+        assert_eq!(check_successor(&dir, &options, 1 << 20), Ok(()));
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    // Contract: durability
+    #[test]
+    fn an_image_is_checked_without_a_write() {
+        let dir = scratch("preflight-qcow2");
+        let image = dir.path().join("d");
+        let create = ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "1M"];
+        assert!(std::process::Command::new("qemu-img").args(create).status().unwrap().success());
+        let mut bytes = fs::read(&image).unwrap();
+        // A daemon that was killed leaves an image with such a header: it is bound to its journal.
+        bytes[88..92].copy_from_slice(&[1; 4]);
+        fs::write(&image, &bytes).unwrap();
+        let options = options(&[image.to_str().unwrap(), "--export", "ublk", "--format", "qcow2"]);
+        assert_eq!(check(&options, 1 << 20), Ok(()));
+        assert!(fs::read(&image).unwrap() == bytes);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn an_image_that_cannot_be_taken_over_is_rejected_beforehand() {
+        let dir = std::env::temp_dir().join(format!("blkq-preflight-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir(&dir).unwrap();
+        let image = dir.join("disk.img");
+        let with = |more: &[&str]| options(&[&[image.to_str().unwrap(), "--export", "ublk"], more].concat());
+        let why = |more: &[&str]| check(&with(more), 1 << 20).unwrap_err().to_string();
+        assert!(why(&[]).contains("disk.img"), "{}", why(&[]));
+        fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
+        // The check also works while the image is being served.
+        let served = blkq_drivers::open(&with(&[]).image, &driver_options(&with(&[]), true)).unwrap();
+        assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
+        assert!(why(&["--tls-certificates", "/nowhere"]).contains("/nowhere"));
+        assert!(why(&["--offset", "512"]).contains("smaller than the device"));
+        drop(served);
+        fs::File::options().write(true).open(&image).unwrap().set_len(4096).unwrap();
+        assert!(why(&[]).contains("smaller than the device"));
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

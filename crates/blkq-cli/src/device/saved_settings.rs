@@ -1,0 +1,166 @@
+//! The settings of a device that are saved in its state file and restored by its next daemon.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{AttachOptions, Implementer, Key, Setting, SettingGroups, is_removed};
+
+pub(super) struct DeviceSettings {
+    /// Changes when the device joins or leaves a group.
+    groups: Mutex<SettingGroups>,
+    /// The last value of each setting changed since the attach, as in the state file. The lock must not be
+    /// held while waiting for anything, because reports take it.
+    changed: Mutex<Vec<(String, String)>>,
+}
+
+impl DeviceSettings {
+    /// A previous daemon has `changed` some settings.
+    pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
+        changed.retain(|(key, _)| !is_removed(key));
+        let mut groups = SettingGroups::new(options);
+        changed.iter().for_each(|(key, value)| groups.note(key, value));
+        DeviceSettings { groups: Mutex::new(groups), changed: Mutex::new(changed) }
+    }
+
+    pub(super) fn saved(&self) -> SavedSettings {
+        SavedSettings::read(self.groups(), &self.lock())
+    }
+
+    pub(super) fn changed(&self) -> Vec<(String, String)> {
+        self.lock().clone()
+    }
+
+    /// The error lists the settings that the device has if there is none named `key`, or the accepted values.
+    pub(super) fn read(&self, key: &str, value: &str) -> Outcome<Setting> {
+        self.groups().read(key, value)
+    }
+
+    /// `text` is the setting as in the state file; `None` records that it is unchanged.
+    pub(super) fn replace(&self, key: &str, text: Option<(String, String)>) {
+        if let Some((key, value)) = &text {
+            self.groups.lock().unwrap_or_else(PoisonError::into_inner).note(key, value);
+        }
+        let mut changed = self.lock();
+        changed.retain(|(other, _)| other != key);
+        changed.extend(text);
+    }
+
+    /// Records the group and the device's weight in it for the next daemon. The weight of the attach options
+    /// must not apply to a group that was joined later.
+    pub(super) fn note_group(&self, group: Option<(&str, u32)>) {
+        self.replace(Key::Weight.row().name, group.map(|(_, weight)| Setting::Weight(weight).to_text()));
+        let setting = Setting::Group(group.map(|(name, _)| name.to_owned()));
+        self.replace(setting.name(), Some(setting.to_text()));
+    }
+
+    fn groups(&self) -> SettingGroups {
+        *self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(String, String)>> {
+        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub(super) struct SavedSettings {
+    settings: Vec<Setting>,
+    /// One warning per setting that cannot be restored.
+    pub warnings: Vec<String>,
+}
+
+impl SavedSettings {
+    pub fn read(has: SettingGroups, text: &[(String, String)]) -> SavedSettings {
+        let mut saved = SavedSettings { settings: Vec::new(), warnings: Vec::new() };
+        for (key, value) in text {
+            match has.read(key, value) {
+                Ok(setting) => saved.settings.push(setting),
+                Err(failure) => saved.warn(key, value, &failure),
+            }
+        }
+        saved
+    }
+
+    fn warn(&mut self, key: &str, value: &str, failure: &Failure) {
+        self.warnings.push(format!("cannot restore the setting {key}={value}: {failure}"));
+    }
+
+    /// Gives `options` the settings that the daemon itself implements. A setting that `options` exclude becomes a
+    /// warning: they may differ from the options of the last daemon.
+    pub fn apply_to(&mut self, options: &mut AttachOptions) {
+        for setting in std::mem::take(&mut self.settings) {
+            if setting.key().row().implementer == Implementer::Disk {
+                self.settings.push(setting);
+                continue;
+            }
+            let mut changed = options.clone();
+            changed.put(&setting);
+            if matches!(setting, Setting::Group(None)) {
+                // A weight is only for a device in a group.
+                changed.weight = None;
+            }
+            match changed.check() {
+                // If the options are invalid anyway, no setting is the cause.
+                Err(failure) if options.check().is_ok() => {
+                    self.warn(setting.name(), &setting.value(), &failure)
+                }
+                _ => *options = changed,
+            }
+        }
+    }
+
+    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet.
+    pub fn restore(&mut self, apply: impl Fn(&Setting) -> Outcome) {
+        for setting in std::mem::take(&mut self.settings) {
+            if let Err(failure) = apply(&setting) {
+                self.warn(setting.name(), &setting.value(), &failure);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::options;
+
+    /// This happens to a service whose unit was given another command line.
+    #[test]
+    fn a_saved_limit_that_the_options_exclude_is_dropped() {
+        let text =
+            |value: &str| [("limit".to_owned(), value.to_owned()), ("depth".to_owned(), "16".to_owned())];
+        let put = |words: &[&str], value| {
+            let mut options = options(&[&["ram:1M", "--export", "nbd"], words].concat());
+            let mut saved = SavedSettings::read(SettingGroups::new(&options), &text(value));
+            saved.apply_to(&mut options);
+            let left: Vec<_> = saved.settings.iter().map(Setting::name).collect();
+            (options.limit.to_string(), left.join(" "), saved.warnings)
+        };
+        let (limit, left, warnings) = put(&["--group", "g", "--limit", "iops=10"], "auto");
+        assert_eq!((limit.as_str(), left.as_str()), ("iops=10", "depth"));
+        let why = "cannot restore the setting limit=auto: --limit auto is not possible in a group";
+        assert!(warnings.len() == 1 && warnings[0].starts_with(why), "{warnings:?}");
+        for (words, value) in [(&["--group", "g"][..], "iops=5"), (&[], "auto")] {
+            let (limit, left, warnings) = put(words, value);
+            assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "depth", Vec::new()));
+        }
+    }
+
+    #[test]
+    fn a_group_that_was_joined_later_is_restored_with_its_weight() {
+        let attached = options(&["ram:1M", "--export", "nbd", "--group", "gold", "--weight", "50"]);
+        let restored = |settings: &DeviceSettings| {
+            let mut options = attached.clone();
+            let mut saved = DeviceSettings::new(&attached, settings.changed()).saved();
+            saved.apply_to(&mut options);
+            let left: Vec<_> = saved.settings.iter().map(Setting::to_text).collect();
+            (options.group, options.weight, left, saved.warnings)
+        };
+        let text = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let settings = DeviceSettings::new(&attached, Vec::new());
+        settings.note_group(None);
+        assert_eq!(restored(&settings), (None, None, Vec::new(), Vec::new()));
+        settings.note_group(Some(("silver", 100)));
+        let left = vec![text("weight", "100")];
+        assert_eq!(restored(&settings), (Some("silver".to_owned()), Some(50), left, Vec::new()));
+    }
+}

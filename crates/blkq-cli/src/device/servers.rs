@@ -1,0 +1,249 @@
+use std::sync::Arc;
+
+use blkq::{Disk, EngineHandle};
+use blkq_export::SocketAccess;
+use blkq_export::nbd::{
+    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, StoppingServer,
+    TlsOptions,
+};
+use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
+
+use super::events::Events;
+use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
+use super::memory_limits::memory_limits;
+use crate::device::access::socket_access;
+use crate::device::autoclear::Autoclear;
+use crate::device::descriptors::{clients_max, reserve};
+use crate::failure::{Failure, Outcome};
+use crate::options::AttachOptions;
+
+const CONNECTIONS: u16 = 64;
+const HANDSHAKE_TIMEOUT_S: u16 = 10;
+
+pub(super) struct ServerContext<'a> {
+    pub(super) disk: &'a Arc<Disk>,
+    pub(super) engines: &'a [EngineHandle],
+    /// A name that other processes understand.
+    pub(super) image: &'a str,
+    pub(super) tls: Option<TlsOptions>,
+    /// NBD clients may access parts of a block.
+    pub(super) serves_bytes: bool,
+    pub(super) autoclear: &'a Autoclear,
+    pub(super) events: &'a Events,
+}
+
+/// Running servers, in the order in which they stop.
+pub(super) struct Servers {
+    pub(super) nbd: Vec<NbdServer>,
+    pub(super) vhost: Option<VhostUserDevice>,
+    /// Serializes accesses to the same blocks, if the NBD servers serve parts of blocks.
+    pub(super) unaligned: Option<Arc<RangeLock>>,
+    pub(super) switches: Arc<NbdSwitches>,
+}
+
+/// Keeps clients away until it is dropped.
+#[allow(dead_code, reason = "dropped to let clients connect again")]
+pub(super) struct PausedServers<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>);
+
+impl Servers {
+    /// Also returns warnings. Fails if a server cannot listen; then no server is left.
+    pub(super) fn start(
+        options: &AttachOptions,
+        sockets: Sockets,
+        context: ServerContext,
+    ) -> Outcome<(Servers, Vec<String>)> {
+        let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
+        let closed = warn_of_closed_directories(sockets.nbd.iter().chain(&sockets.vhost), access);
+        let (disk, engines) = (context.disk, context.engines);
+        let vhost_options = vhost_options(options, access, &context);
+        let vhost = sockets.vhost.map(|listen| VhostUserDevice::listen(listen, vhost_options, disk, engines));
+        let vhost = vhost.transpose()?;
+        // The vhost-user rings must be created now, because a confined process cannot create them. The
+        // reserved file descriptors keep enough free for the rest of the daemon; clients get what is left.
+        let reserved = reserve();
+        let prepared = vhost.iter().filter(|_| options.sandbox).try_for_each(VhostUserDevice::prepare);
+        drop(reserved);
+        let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
+        let connections_max = clients_max(connections_wanted, sockets.nbd.len());
+        let nbd_options = nbd_options(options, connections_max, access, context);
+        let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
+        let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
+        for listen in sockets.nbd {
+            match NbdServer::start(listen, nbd_options.clone(), engines) {
+                Ok(server) => servers.nbd.push(server),
+                Err(error) => {
+                    servers.close();
+                    return Err(no_server(error));
+                }
+            }
+        }
+        let mut warnings = Vec::new();
+        if connections_max < connections_wanted && !servers.nbd.is_empty() {
+            warnings.push(format!(
+                "at most {connections_max} clients at a time, because the limit of open files is too low (ulimit -n)"
+            ));
+        }
+        let unserved = prepared.err();
+        warnings.extend(
+            unserved.map(|error| format!("some or all queues of virtual machines are not served: {error}")),
+        );
+        warnings.extend(warn_of_access(options, &nbd_options, &servers.nbd, servers.vhost.as_ref()));
+        warnings.extend(closed);
+        Ok((servers, warnings))
+    }
+
+    pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
+        self.nbd.iter().flat_map(NbdServer::connections)
+    }
+
+    /// Counts a virtual machine as one client.
+    pub(super) fn client_count(&self) -> usize {
+        let nbd = self.nbd.iter().map(NbdServer::connection_count).sum::<usize>();
+        nbd + self.vhost.as_ref().map_or(0, VhostUserDevice::connection_count)
+    }
+
+    pub(super) fn uris(&self) -> impl Iterator<Item = String> {
+        let vhost = self.vhost.iter().map(VhostUserDevice::uri);
+        vhost.chain(self.nbd.iter().map(NbdServer::uri)).map(str::to_owned)
+    }
+
+    /// Keeps NBD clients away until the returned guard is dropped. Fails if NBD clients are connected.
+    pub(super) fn pause_nbd(&self) -> Result<PausedServers<'_>, Connected> {
+        let paused = self.nbd.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
+        let paused = paused.ok_or_else(|| Connected(self.connections().count().max(1)))?;
+        Ok(PausedServers(paused, None))
+    }
+
+    /// As [`Servers::pause_nbd`], and also keeps virtual machines away.
+    pub(super) fn pause(&self) -> Result<PausedServers<'_>, Connected> {
+        let mut paused = self.pause_nbd()?;
+        let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or(Connected(1)));
+        paused.1 = guest.transpose()?;
+        Ok(paused)
+    }
+
+    /// Starts to stop all servers, without waiting. Unless `force` is set, fails if clients are connected;
+    /// all servers keep running. Once one server stops, the others are forced: a client that connects to them
+    /// in between is disconnected.
+    pub(super) fn begin_stop(&self, mut force: bool) -> Outcome<StoppingServers<'_>> {
+        let mut stopping = StoppingServers { nbd: Vec::new(), vhost: None };
+        if let Some(vhost) = &self.vhost {
+            stopping.vhost = Some(vhost.begin_stop(force).map_err(|_| Connected(1).unless_forced())?);
+            force = true;
+        }
+        for server in &self.nbd {
+            let begun = server.begin_stop(force);
+            stopping
+                .nbd
+                .push(begun.map_err(|_| Connected(server.connection_count().max(1)).unless_forced())?);
+            force = true;
+        }
+        Ok(stopping)
+    }
+
+    /// Disconnects clients that are connected.
+    pub(super) fn close(&self) {
+        // A forced stop does not fail.
+        if let Ok(stopping) = self.begin_stop(true) {
+            stopping.wait();
+        }
+    }
+}
+
+#[must_use = "the servers have stopped only after `wait`"]
+pub(super) struct StoppingServers<'a> {
+    nbd: Vec<StoppingServer<'a>>,
+    vhost: Option<StoppingDevice<'a>>,
+}
+
+impl StoppingServers<'_> {
+    /// Waits until all clients are disconnected and the sockets are removed.
+    pub(super) fn wait(self) {
+        self.nbd.into_iter().for_each(StoppingServer::wait);
+        self.vhost.into_iter().for_each(StoppingDevice::wait);
+    }
+}
+
+/// The number of connected clients, because of which a command is refused.
+pub(super) struct Connected(pub(super) usize);
+
+impl Connected {
+    fn describe(&self) -> String {
+        let are = if self.0 == 1 { "client is" } else { "clients are" };
+        format!("{} {are} connected", self.0)
+    }
+
+    pub(super) fn unless_forced(self) -> Failure {
+        let them = if self.0 == 1 { "it" } else { "them" };
+        Failure::new(format!("{}; disconnect {them} first, or use --force", self.describe()))
+    }
+
+    pub(super) fn not_handed_over(self) -> Failure {
+        let them = if self.0 == 1 { "it" } else { "them" };
+        Failure::new(format!(
+            "{} and cannot be handed to another daemon; disconnect {them} first",
+            self.describe()
+        ))
+    }
+}
+
+fn vhost_options(options: &AttachOptions, access: SocketAccess, context: &ServerContext) -> VhostUserOptions {
+    VhostUserOptions {
+        serial: context.disk.name().to_owned(),
+        access,
+        idle_event: Some(context.autoclear.idle_event().clone()),
+        report_event: Some(context.events.rejection.clone()),
+        register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
+    }
+}
+
+fn nbd_options(
+    options: &AttachOptions,
+    connections_max: usize,
+    access: SocketAccess,
+    context: ServerContext,
+) -> NbdOptions {
+    let ServerContext { disk, image, tls, serves_bytes, autoclear, events, .. } = context;
+    let export = NbdExport {
+        name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
+        description: format!("{} {image}", disk.driver().name()),
+        queue: 0,
+    };
+    NbdOptions {
+        exports: vec![export],
+        connections_max,
+        handshake_timeout_s: u64::from(options.handshake_timeout.unwrap_or(HANDSHAKE_TIMEOUT_S)),
+        tls,
+        insecure: options.insecure,
+        access,
+        named_in_uri: options.export_name.is_some(),
+        unaligned: serves_bytes.then(Arc::default),
+        idle_event: Some(autoclear.idle_event().clone()),
+        rejection_event: Some(events.rejection.clone()),
+        switches: Arc::new(NbdSwitches {
+            receive_backoff: options.receive_backoff.into(),
+            split_reads: options.split_reads.into(),
+        }),
+        ..NbdOptions::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_upgrade_does_not_recommend_force() {
+        let upgrade = Connected(2).not_handed_over().to_string();
+        assert_eq!(
+            upgrade,
+            "2 clients are connected and cannot be handed to another daemon; disconnect them first"
+        );
+        assert!(
+            Connected(1)
+                .unless_forced()
+                .to_string()
+                .contains("1 client is connected; disconnect it first, or")
+        );
+    }
+}

@@ -1,0 +1,104 @@
+//! Traces a device. There can be one trace at a time.
+
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use blkq::trace::TraceMemory;
+use blkq::{Disk, EngineHandle, ErrorKind};
+
+use super::Device;
+use crate::failure::{Failure, Outcome};
+
+/// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
+const ENGINES_WAIT: Duration = Duration::from_secs(1);
+
+/// A trace of a device. Dropping it stops the trace.
+pub struct DeviceTrace<'a> {
+    device: &'a Device,
+    memory: Arc<TraceMemory>,
+    disk: Weak<Disk>,
+    engines: Vec<EngineHandle>,
+}
+
+impl Device {
+    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
+    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
+    /// stopped.
+    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+        let running = self.running()?;
+        let mut traced_by = self.traced_by();
+        if let Some(other) = &*traced_by {
+            return Err(Failure::new(format!(
+                "the device is already being traced by {other}; stop that trace first"
+            )));
+        }
+        let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
+            .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
+        // The trace holds weak references, so that it does not keep the device from stopping.
+        let trace = DeviceTrace {
+            device: self,
+            memory,
+            disk: Arc::downgrade(&running.disk),
+            engines: running.handles(),
+        };
+        *traced_by = Some(tracer.to_owned());
+        trace.set(Some(&trace.memory));
+        Ok(trace)
+    }
+
+    fn traced_by(&self) -> MutexGuard<'_, Option<String>> {
+        self.traced_by.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DeviceTrace<'_> {
+    pub fn memory(&self) -> &TraceMemory {
+        &self.memory
+    }
+
+    fn set(&self, memory: Option<&Arc<TraceMemory>>) {
+        if let Some(disk) = self.disk.upgrade() {
+            self.engines.iter().for_each(|engine| engine.trace(&disk, memory.cloned()));
+        }
+    }
+}
+
+impl Drop for DeviceTrace<'_> {
+    fn drop(&mut self) {
+        // Engines handle messages in order, so this message ends the trace before a later one starts another.
+        self.set(None);
+        // Dropping the last reference unmaps up to 1 GiB. Wait, so that this thread does it and not an
+        // engine.
+        let until = Instant::now() + ENGINES_WAIT;
+        while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        *self.device.traced_by() = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::{options, scratch};
+
+    #[test]
+    fn a_device_has_one_trace_at_a_time() {
+        let dir = scratch("trace");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        assert!(device.trace(10_000, "process 1").is_err(), "not a multiple of the page size");
+        let trace = device.trace(1 << 16, "process 1").unwrap();
+        let refused = device.trace(1 << 16, "process 2").err().unwrap().to_string();
+        assert!(refused.contains("already being traced by process 1"), "{refused}");
+        drop(trace);
+        let trace = device.trace(1 << 16, "process 2").unwrap();
+        device.close(true).unwrap();
+        device.stop().unwrap();
+        drop(trace);
+        assert!(device.trace(1 << 16, "process 3").is_err(), "the device has stopped");
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,206 @@
+//! Lists and finds devices, described by their daemons.
+
+pub mod disks;
+pub mod uri;
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use serde::Serialize;
+
+use crate::config::{Configured, configured};
+use crate::control::{Called, Request, call, no_such_device};
+use crate::failure::{Failure, Outcome};
+use crate::info::backing::is_behind;
+use crate::info::{DeviceInfo, FileId};
+use crate::state::{Fate, Found, Remains, StateDir, check_name};
+
+#[derive(Serialize, Debug)]
+#[serde(untagged)]
+pub enum Entry {
+    /// The daemon described the device.
+    Device(Box<DeviceInfo>),
+    Remains(Box<Remains>),
+    /// The device is configured but not attached.
+    Configured(Box<Configured>),
+    /// The daemon does not answer, or the configuration file is malformed. `error` does not begin with the name of the
+    /// device.
+    Silent {
+        name: String,
+        error: String,
+    },
+}
+
+impl Entry {
+    pub fn name(&self) -> &str {
+        match self {
+            Entry::Device(info) => &info.name,
+            Entry::Remains(remains) => &remains.name,
+            Entry::Configured(device) => &device.name,
+            Entry::Silent { name, .. } => name,
+        }
+    }
+}
+
+/// All devices, sorted by name. Nothing is changed, and no lock is taken.
+pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for name in dir.names()? {
+        match inspect(dir, &name) {
+            Ok(entry) => entries.extend(entry),
+            Err(failure) => {
+                let error = failure.without_object(&name).to_owned();
+                entries.push(Entry::Silent { name, error });
+            }
+        }
+    }
+    Ok(entries)
+}
+
+/// The devices of the configuration files that are not among `entries`, sorted by name.
+pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
+    let is_attached = |name: &str| entries.iter().any(|entry| entry.name() == name);
+    let mut others = Vec::new();
+    for (path, device) in configured()? {
+        match device {
+            Ok(device) if is_attached(&device.name) => {}
+            Ok(device) => others.push(Entry::Configured(Box::new(device))),
+            Err(failure) => {
+                let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                if !is_attached(&name) {
+                    others.push(Entry::Silent { name, error: failure.to_string() });
+                }
+            }
+        }
+    }
+    Ok(others)
+}
+
+/// Describes the device `name`. Returns `None` if there is no such device.
+pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
+    if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
+        return Ok(Some(Entry::Device(info)));
+    }
+    Ok(match dir.inspect(name)? {
+        Found::Nothing => None,
+        Found::Busy(busy) => Some(Entry::Silent { name: name.to_owned(), error: busy.describe() }),
+        Found::Remains(remains) => Some(Entry::Remains(remains)),
+    })
+}
+
+/// The name of the device that `word` refers to: by its name, by a path of its image, or by an export (a URI,
+/// `/dev/ublkb0`, `ublkb0`, or a link to the node). Returns `None` if there is no such device. Fails if
+/// `word` is ambiguous: several devices have that image, or it is the name of one device and the image or the
+/// node of another.
+pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
+    let target = Target::of(word);
+    if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
+        if target.exists() && !target.is(dir, word) {
+            let others = target.devices(dir)?;
+            if let Some(other) = others.first() {
+                let (what, path) = match target.file {
+                    Some(_) => ("image", format!("./{word}")),
+                    None => ("node", format!("/dev/{word}")),
+                };
+                return Err(Failure::new(format!(
+                    "{word} is the name of a device, and the {what} of the device {other}; for the latter, use {path} or \
+                     {other}"
+                )));
+            }
+        }
+        return Ok(Some(word.to_owned()));
+    }
+    let mut names = target.devices(dir)?;
+    if names.len() > 1 {
+        // A device that serves the image takes precedence over dead ones that served it.
+        let is_dead =
+            |name: &String| matches!(dir.inspect(name), Ok(Found::Remains(it)) if it.state == Fate::Dead);
+        let (dead, live): (Vec<_>, Vec<_>) = names.into_iter().partition(is_dead);
+        names = if live.is_empty() { dead } else { live };
+    }
+    match &names[..] {
+        [] => Ok(None),
+        [name] => Ok(Some(name.clone())),
+        names => {
+            Err(Failure::new(format!("{word} is attached as {}; use one of these names", names.join(", "))))
+        }
+    }
+}
+
+/// A word of the user, interpreted as an image or an export.
+struct Target<'a> {
+    word: &'a str,
+    path: &'a Path,
+    file: Option<FileId>,
+    /// `/dev/WORD`, or the target of that link.
+    node: PathBuf,
+}
+
+impl Target<'_> {
+    fn of(word: &str) -> Target<'_> {
+        let node = Path::new("/dev").join(word);
+        let node = node.canonicalize().unwrap_or(node);
+        let path = Path::new(word);
+        Target { word, path, file: FileId::of(path), node }
+    }
+
+    fn exists(&self) -> bool {
+        self.file.is_some() || self.node.exists()
+    }
+
+    fn is(&self, dir: &StateDir, name: &str) -> bool {
+        let is_at = |exports: &[String]| {
+            exports.iter().any(|export| export == self.word || Path::new(export) == self.node)
+        };
+        match call::<DeviceInfo>(dir, name, &Request::Show {}) {
+            Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
+            // If the daemon is dead or does not answer, use its state file.
+            _ => dir.read_state(name).is_some_and(|state| {
+                is_at(&state.exports) || self.file.is_some() && FileId::of(state.image_path()) == self.file
+            }),
+        }
+    }
+
+    fn devices(&self, dir: &StateDir) -> Outcome<Vec<String>> {
+        let mut names = dir.names()?;
+        names.retain(|name| self.is(dir, name));
+        Ok(names)
+    }
+}
+
+/// A word that refers to a device, as text. A word that is not UTF-8 can only be the path of an image; it is
+/// replaced by the name of the device that has the image.
+pub fn word_of(word: &OsStr) -> String {
+    let name_of_image = || {
+        let (dir, file) = (StateDir::locate().ok()?, FileId::of(word)?);
+        let has_image = |name: &String| {
+            dir.read_state(name).is_some_and(|state| FileId::of(state.image_path()) == Some(file))
+        };
+        dir.names().ok()?.into_iter().find(has_image)
+    };
+    match word.to_str() {
+        Some(text) => text.to_owned(),
+        None => name_of_image().unwrap_or_else(|| word.to_string_lossy().into_owned()),
+    }
+}
+
+pub fn device_parser() -> impl TypedValueParser<Value = String> {
+    OsStringValueParser::new().map(|word| word_of(&word))
+}
+
+/// As [`name_of`], for a device that must exist.
+pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
+    name_of(dir, word)?.ok_or_else(|| no_such_device(word))
+}
+
+/// Describes the device that `word` refers to. Fails as [`name_of`], and if the daemon does not answer or
+/// died.
+pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
+    let Some(name) = name_of(dir, word)? else { return Ok(None) };
+    match inspect(dir, &name)? {
+        Some(Entry::Device(info)) => Ok(Some(*info)),
+        Some(Entry::Remains(remains)) => Err(remains.failure()),
+        Some(Entry::Silent { .. } | Entry::Configured(_)) | None => Ok(None),
+    }
+}

@@ -1,0 +1,389 @@
+//! Descriptions of a device: the reply to `show`, and the state file.
+
+pub mod backing;
+mod file_id;
+
+use std::path::PathBuf;
+
+use blkq_drivers::DriverSpec;
+use blkq_export::ublk::Identity;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Outcome;
+use crate::options::{AttachOptions, Export, Record};
+
+pub use file_id::FileId;
+
+/// A device, as the daemon describes it. Sizes are in bytes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DeviceInfo {
+    pub name: String,
+    pub pid: u32,
+    #[serde(default)]
+    pub uptime_seconds: u64,
+    #[serde(default)]
+    pub state_directory: PathBuf,
+    /// The daemon's log, or `None` if the log is standard error.
+    #[serde(default)]
+    pub log: Option<PathBuf>,
+    /// The block device and the URIs under which clients reach the device.
+    pub exports: Vec<String>,
+    pub clients: Vec<ClientInfo>,
+    /// The image's path, or `rbd:POOL/IMAGE`, `null:SIZE`, `ram:SIZE`.
+    pub image: String,
+    /// The driver: `loop`, `rbd`, `null`, `ram`.
+    pub driver: String,
+    pub size: u64,
+    pub sector_size: u32,
+    pub physical_sector_size: u32,
+    pub read_only: bool,
+    #[serde(default)]
+    pub autoclear: bool,
+    /// Number of requests that are held after I/O errors, until `blkq resume`.
+    #[serde(default)]
+    pub held: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<CommitInfo>,
+    /// Whether flushes complete without making data durable.
+    #[serde(default)]
+    pub unsafe_flush_ignore: bool,
+    /// Whether the kernel was asked to scan for partitions.
+    #[serde(default)]
+    pub partscan: bool,
+    #[serde(default)]
+    pub sandbox: Confinement,
+    pub direct_io: DirectIoInfo,
+    /// Daemons of older versions do not send this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attach_options: Option<Record>,
+    /// The operations that the device supports besides reading and writing.
+    pub capabilities: Vec<String>,
+    #[serde(with = "typed::settings")]
+    pub settings: Vec<(String, String)>,
+    #[serde(with = "typed::facts")]
+    pub driver_facts: Vec<(String, String)>,
+    pub warnings: Vec<String>,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CommitInfo {
+    /// The backing file into which the overlay is committed.
+    pub into: String,
+    /// The process that requested the commit.
+    pub by: String,
+    /// Number of bytes copied, including zeroes.
+    pub copied_bytes: u64,
+    /// `copied_bytes` plus the number of bytes still to be copied, as far as known. Data that clients write
+    /// meanwhile is copied again.
+    pub total_bytes: u64,
+}
+
+/// The part of a device's state that its daemon writes (`NAME.json`). A compromised engine can write it, too,
+/// so nothing in it may give the next daemon a privilege.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DaemonState {
+    pub pid: u32,
+    /// The number of the served image in `NAME.options`.
+    pub image: u64,
+    pub exports: Vec<String>,
+    /// How the storage of the image identifies the daemon, if it keeps other writers away.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
+    /// The settings that were changed since the device was attached, in order.
+    #[serde(default, with = "ordered")]
+    pub settings: Vec<(String, String)>,
+}
+
+/// The state of a device whose daemon does not run, for commands. Combined from [`DaemonState`] and
+/// `NAME.options`, or read from the `NAME.json` of an older version, which contained everything.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct StateFile {
+    pub name: String,
+    pub pid: u32,
+    pub image: String,
+    pub exports: Vec<String>,
+    /// How the device was attached, unless [`BlockDevice::words`] says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attach_options: Option<Record>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ublk: Option<BlockDevice>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
+    #[serde(default, with = "ordered")]
+    pub settings: Vec<(String, String)>,
+    #[serde(skip)]
+    pub number: Option<u64>,
+    /// The file of the image, if it was recorded.
+    #[serde(skip)]
+    pub file: Option<FileId>,
+}
+
+impl StateFile {
+    /// Whether the options for the next daemon are known.
+    pub fn has_options(&self) -> bool {
+        self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
+    }
+
+    /// The attach options of a device that another daemon can serve again after a kill: the device is not a
+    /// block device, and its data is not in the memory of the daemon. Fails if this program does not
+    /// understand an option.
+    pub fn recoverable_options(&self) -> Outcome<Option<AttachOptions>> {
+        let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
+        let mut options = record.read()?;
+        options.name = Some(self.name.clone());
+        // The clients know the address that was chosen for the device.
+        if options.exports.is_empty() {
+            options.exports.push(Export::Nbd);
+        }
+        Ok((!matches!(options.image, DriverSpec::Ram(_))).then_some(options))
+    }
+
+    /// The attach options of a device that is served to a virtual machine and is not a block device. Such a
+    /// device can be recovered: the front end reconnects to the next daemon, and has the record of the
+    /// requests in flight. Fails if this program does not understand an option.
+    pub fn guest_options(&self) -> Outcome<Option<AttachOptions>> {
+        let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
+        let mut options = record.read()?;
+        options.name = Some(self.name.clone());
+        // A RAM disk is lost with its daemon.
+        let is_kept = !matches!(options.image, DriverSpec::Ram(_));
+        Ok((is_kept && options.exports.contains(&Export::VhostUserBlk)).then_some(options))
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BlockDevice {
+    /// The number N of `/dev/ublkbN`, or `u32::MAX` before the kernel has assigned it.
+    pub id: u32,
+    /// Distinguishes the device from others that have had the same number.
+    pub cookie: u64,
+    /// How the device was attached, in the format that preceded [`StateFile::attach_options`]: the words of
+    /// `blkq attach`. Empty in files of this version, but present: an older program that finds it empty
+    /// refuses to take over the device, and one that does not find it would ignore the block device.
+    #[serde(default)]
+    pub words: Vec<String>,
+    /// The directory to which relative paths in `words` are relative.
+    #[serde(default)]
+    pub directory: PathBuf,
+}
+
+impl BlockDevice {
+    pub fn new(identity: Identity) -> BlockDevice {
+        let Identity { id, cookie } = identity;
+        BlockDevice { id, cookie, words: Vec::new(), directory: PathBuf::new() }
+    }
+
+    pub fn identity(&self) -> Identity {
+        Identity { id: self.id, cookie: self.cookie }
+    }
+}
+
+/// The privileges that the daemon still has; the default is a daemon without a sandbox.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Confinement {
+    /// The remaining capabilities: `none`, or their names.
+    pub capabilities: String,
+    /// Whether no_new_privs is set (prctl(2)): an executed program could not gain privileges.
+    pub no_new_privileges: bool,
+    /// 0 if the kernel does not support Landlock.
+    pub landlock_abi: u32,
+    /// A seccomp filter is installed.
+    pub seccomp: bool,
+}
+
+impl Confinement {
+    pub fn describe(&self) -> String {
+        let Confinement { capabilities, no_new_privileges, landlock_abi, seccomp } = self;
+        if *self == Confinement::default() {
+            return "off (--no-sandbox)".to_owned();
+        }
+        let landlock = match landlock_abi {
+            0 => "no Landlock (this kernel has none)".to_owned(),
+            abi => format!("Landlock ABI {abi}"),
+        };
+        let privileges = if *no_new_privileges { "no new privileges" } else { "new privileges" };
+        let seccomp = if *seccomp { "seccomp" } else { "no seccomp (this kernel has none)" };
+        format!("capabilities: {capabilities}; {privileges}; {landlock}; {seccomp}")
+    }
+}
+
+/// Direct I/O, as requested (`on`, `off` or `auto`) and as in effect (`on` or `off`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct DirectIoInfo {
+    pub requested: String,
+    pub effective: String,
+    /// Why direct I/O is off, or which alignment it requires.
+    pub reason: String,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ClientInfo {
+    /// Process and user, or address and port.
+    pub peer: String,
+    /// How long the client has been connected.
+    pub seconds: u64,
+    pub requests: u64,
+    pub errors: u64,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    pub in_flight: u64,
+}
+
+/// Serializes pairs of name and value as a JSON object that keeps their order.
+pub(crate) mod ordered {
+    use std::fmt;
+    use std::marker::PhantomData;
+
+    use serde::de::{MapAccess, Visitor};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub type Pairs = Vec<(String, String)>;
+
+    pub fn serialize<S: Serializer>(pairs: &Pairs, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pairs, D::Error> {
+        object(deserializer, |value: String| value)
+    }
+
+    /// Deserializes an object, and converts its values with `text`.
+    pub fn object<'de, D: Deserializer<'de>, V: Deserialize<'de>>(
+        deserializer: D,
+        text: impl Fn(V) -> String,
+    ) -> Result<Pairs, D::Error> {
+        struct Object<F, V>(F, PhantomData<V>);
+        impl<'de, V: Deserialize<'de>, F: Fn(V) -> String> Visitor<'de> for Object<F, V> {
+            type Value = Pairs;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of names and values")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Pairs, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some((name, value)) = object.next_entry()? {
+                    pairs.push((name, self.0(value)));
+                }
+                Ok(pairs)
+            }
+        }
+        deserializer.deserialize_map(Object(text, PhantomData))
+    }
+}
+
+/// As [`ordered`], but writes numbers and switches as JSON numbers and booleans. Daemons of older versions
+/// send strings.
+mod typed {
+    use serde_json::Value;
+
+    /// Converts `text` to a JSON value. `switch` has the words for true and false.
+    fn value(text: &str, switch: [&str; 2]) -> Value {
+        let is_number = text.starts_with(|c: char| c.is_ascii_digit())
+            && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        match text {
+            text if text == switch[0] => true.into(),
+            text if text == switch[1] => false.into(),
+            text if is_number => serde_json::from_str(text).unwrap_or_else(|_| text.into()),
+            text => text.into(),
+        }
+    }
+
+    fn text(value: Value, switch: [&str; 2]) -> String {
+        match value {
+            Value::Bool(on) => switch[usize::from(!on)].to_owned(),
+            Value::String(text) => text,
+            value => value.to_string(),
+        }
+    }
+
+    macro_rules! pairs {
+        ($name:ident, $switch:expr) => {
+            pub mod $name {
+                use super::super::ordered::{Pairs, object};
+                use super::{text, value};
+
+                pub fn serialize<S: serde::Serializer>(
+                    pairs: &Pairs,
+                    serializer: S,
+                ) -> Result<S::Ok, S::Error> {
+                    serializer.collect_map(pairs.iter().map(|(name, text)| (name, value(text, $switch))))
+                }
+
+                pub fn deserialize<'de, D: serde::Deserializer<'de>>(
+                    deserializer: D,
+                ) -> Result<Pairs, D::Error> {
+                    object(deserializer, |value| text(value, $switch))
+                }
+            }
+        };
+    }
+
+    // The words of `blkq set`, and those with which drivers describe themselves.
+    pairs!(settings, ["on", "off"]);
+    pairs!(facts, ["true", "false"]);
+}
+
+impl DeviceInfo {
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
+}
+
+impl StateFile {
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
+}
+
+/// The path that `text` shows. If the path is not UTF-8, it is taken from the options, which have all its
+/// bytes.
+fn image_path(text: &str, options: Option<&Record>) -> PathBuf {
+    let options = options.filter(|_| text.contains(char::REPLACEMENT_CHARACTER)).map(Record::read);
+    match options {
+        Some(Ok(AttachOptions { image: DriverSpec::Image(path), .. })) => path,
+        _ => PathBuf::from(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_switches_keep_their_type_and_value_in_json() {
+        #[derive(Serialize, Deserialize, PartialEq, Debug)]
+        struct Device {
+            #[serde(with = "typed::settings")]
+            settings: Vec<(String, String)>,
+            #[serde(with = "typed::facts")]
+            facts: Vec<(String, String)>,
+        }
+        let pairs = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        };
+        let device = Device {
+            settings: pairs(&[("merge", "on"), ("depth", "128"), ("warning", "0.5"), ("a", "none")]),
+            facts: pairs(&[("failed", "false"), ("mean", "1.0"), ("node", "8:1"), ("c", "007"), ("d", "1.")]),
+        };
+        let text = serde_json::to_string(&device).unwrap();
+        assert_eq!(
+            text,
+            r#"{"settings":{"merge":true,"depth":128,"warning":0.5,"a":"none"},"facts":{"failed":false,"mean":1.0,"node":"8:1","c":"007","d":"1."}}"#
+        );
+        assert_eq!(serde_json::from_str::<Device>(&text).unwrap(), device);
+        let older = r#"{"settings":{"merge":"on","depth":"128"},"facts":{}}"#;
+        let older: Device = serde_json::from_str(older).unwrap();
+        assert_eq!(older.settings, device.settings[..2]);
+    }
+
+    #[test]
+    fn a_state_file_without_settings_is_understood() {
+        let text = r#"{"name":"d","pid":7,"image":"/d.img","exports":["/dev/ublkb3"],
+            "ublk":{"id":3,"cookie":9,"words":["d.img"],"directory":"/"}}"#;
+        let state: StateFile = serde_json::from_str(text).unwrap();
+        assert_eq!(state.ublk.map(|ublk| ublk.identity()), Some(Identity { id: 3, cookie: 9 }));
+        assert!(state.settings.is_empty());
+    }
+}

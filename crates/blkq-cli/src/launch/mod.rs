@@ -1,0 +1,165 @@
+//! Starts a daemon: runs this program again, which sends its reply on standard output and continues in the
+//! background.
+
+mod descriptors;
+pub mod parent;
+pub mod session;
+pub mod systemd;
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::control::{REPLY_BYTES_MAX, Reply};
+use crate::daemon::LaunchMessage;
+use crate::failure::{Failure, Outcome, print_error};
+use crate::info::DeviceInfo;
+use crate::launch::descriptors::inherit_standard_only;
+use crate::options::{AttachOptions, Record};
+use crate::output::print_line;
+
+/// How long to wait for the exit of a daemon that failed to start.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+const SUBCOMMAND: &str = "daemon";
+
+pub struct Launched {
+    pub info: DeviceInfo,
+    pub daemon: Child,
+}
+
+/// The program that runs as the daemon.
+pub enum Program {
+    This,
+    /// The program of another process. Its file may have been replaced or removed since that process started.
+    Running(File),
+}
+
+impl Program {
+    /// Fails if this process may not inspect the process `pid`.
+    pub fn of_process(pid: u32) -> std::io::Result<Program> {
+        File::open(format!("/proc/{pid}/exe")).map(Program::Running)
+    }
+
+    fn path(&self) -> PathBuf {
+        match self {
+            Program::This => "/proc/self/exe".into(),
+            Program::Running(file) => format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
+        }
+    }
+
+    /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
+    /// the device is detached when this process exits.
+    pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
+        let flag = exit_with_parent.then_some("--exit-with-parent");
+        let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
+        self.launch_with(options, flag, &message)
+    }
+
+    /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
+    /// that were changed while that daemon served the device.
+    pub fn launch_successor(
+        &self,
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+    ) -> Outcome<Launched> {
+        let message = LaunchMessage { options: Record::new(options)?, settings, succeeds: true };
+        self.launch_with(options, None, &message)
+    }
+
+    fn launch_with(
+        &self,
+        options: &AttachOptions,
+        flag: Option<&str>,
+        message: &LaunchMessage,
+    ) -> Outcome<Launched> {
+        let name = options.name.clone().unwrap_or_else(|| options.default_name());
+        let input = serde_json::to_vec(message).map_err(|e| failure(e.into()))?;
+        launch(self, flag, &name, &input)
+    }
+
+    /// As [`Program::launch_attach`], for the device `name`, which the new daemon recovers because the last
+    /// one has exited.
+    pub fn launch_recover(&self, name: &str) -> Outcome<Launched> {
+        launch(self, Some("--recover"), name, &[])
+    }
+}
+
+/// Runs `program` as a daemon. Its arguments show in process lists, so they contain no options.
+fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
+    let mut command = Command::new(program.path());
+    command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
+    let mut child = inherit_standard_only(&mut command)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(failure)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A daemon that does not read its input reports why.
+        let _ = stdin.write_all(input);
+    }
+    let mut line = Vec::new();
+    if let Some(stdout) = child.stdout.take() {
+        stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
+    }
+    let (printed, reply) = last_line(&line);
+    let _ = std::io::stderr().write_all(printed);
+    match serde_json::from_slice(reply) {
+        Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
+        Ok(Reply::Error(message)) => {
+            // Wait for the exit, so that nothing of the daemon is left when this command returns. The time is
+            // limited, because a kernel bug could keep the process.
+            let until = Instant::now() + EXIT_TIMEOUT;
+            while child.try_wait().map_err(failure)?.is_none() && Instant::now() < until {
+                std::thread::sleep(EXIT_POLL_INTERVAL);
+            }
+            Err(Failure::new(message))
+        }
+        Err(_) => {
+            let status = child.wait().map_err(failure)?;
+            Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
+        }
+    }
+}
+
+/// Splits the output into the reply, which is the last line, and the text before it: libraries may print to
+/// standard output, too.
+fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
+    let text = text.trim_ascii_end();
+    text.split_at(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1))
+}
+
+/// Prints the warnings about a new device, and its exports, one per line.
+pub fn report(info: &DeviceInfo) -> Outcome {
+    warn(info);
+    info.exports.iter().try_for_each(|export| print_line(export))
+}
+
+pub fn warn(info: &DeviceInfo) {
+    for warning in &info.warnings {
+        print_error(&Failure::new(format!("{}: warning: {warning}", info.name)));
+    }
+}
+
+fn failure(error: std::io::Error) -> Failure {
+    let has_proc = Path::new("/proc/self").exists();
+    let hint = if has_proc { "" } else { "; mount a proc file system on /proc" };
+    Failure::new(format!("cannot start the daemon: {error}{hint}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reply_is_found_after_the_output_of_libraries() {
+        assert_eq!(last_line(b"{}\n"), (&b""[..], &b"{}"[..]));
+        assert_eq!(last_line(b"no such host\n\n{}\n"), (&b"no such host\n\n"[..], &b"{}"[..]));
+        assert_eq!(last_line(b""), (&b""[..], &b""[..]));
+    }
+}

@@ -1,0 +1,114 @@
+//! Takes over what a service manager passes to this process at its start: sockets (sd_listen_fds(3)), and the name
+//! of a device, escaped as the instance of a unit.
+
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use crate::failure::{Failure, Outcome};
+use crate::launch::descriptors::close_from;
+
+/// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.
+const LISTEN_FDS_START: RawFd = 3;
+/// Maximum number of sockets that are accepted; real units pass far fewer.
+const LISTEN_FDS_MAX: RawFd = 64;
+
+/// Whether listening sockets were passed to this process itself, and not to one of its ancestors.
+pub fn is_activated() -> bool {
+    let pid = std::env::var("LISTEN_PID").ok().and_then(|pid| pid.parse::<u32>().ok());
+    pid == Some(std::process::id()) && std::env::var_os("LISTEN_FDS").is_some()
+}
+
+/// Takes the sockets that were passed to this process, and closes all other descriptors except the standard
+/// ones, which nothing in this process uses. Must be called once, before any descriptor is opened or closed.
+/// Fails if `LISTEN_FDS` is not a number, or if one of its descriptors is not open.
+pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
+    if !is_activated() {
+        return Ok(Vec::new());
+    }
+    let count = std::env::var("LISTEN_FDS").ok().and_then(|count| count.parse::<RawFd>().ok());
+    let Some(count) = count.filter(|count| (0..=LISTEN_FDS_MAX).contains(count)) else {
+        return Err(Failure::new(format!(
+            "socket activation: LISTEN_FDS is not a number from 0 to {LISTEN_FDS_MAX}; start blkq from a .socket unit"
+        )));
+    };
+    let fds = LISTEN_FDS_START..LISTEN_FDS_START + count;
+    if let Some(fd) = fds.clone().find(|fd| !is_open(*fd)) {
+        return Err(Failure::new(format!(
+            "socket activation: descriptor {fd} of LISTEN_FDS is not open; start blkq from a .socket unit"
+        )));
+    }
+    // SAFETY: this process has opened no descriptor yet, and those of the protocol precede the closed ones.
+    unsafe { close_from(fds.end as u32) }.map_err(|e| Failure::new(format!("socket activation: {e}")))?;
+    fds.map(|fd| {
+        // SAFETY: the descriptor is open. According to LISTEN_PID it was opened for this process to own, and
+        // this process has opened no descriptor yet.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|e| Failure::new(format!("socket activation: {e}")))?;
+        Ok(fd)
+    })
+    .collect()
+}
+
+/// The instance of a template unit for the device `name`, escaped as systemctl does (systemd.unit(5)).
+pub fn escape_instance(name: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@".contains(&byte);
+    let escape = |byte: u8| match is_plain(byte) {
+        true => char::from(byte).to_string(),
+        false => format!("\\x{byte:02x}"),
+    };
+    name.bytes().map(escape).collect()
+}
+
+/// The name of the device of an instance (`%i`). Names contain no backslash, so an instance that is not
+/// escaped is returned unchanged.
+pub fn unescape_instance(instance: &str) -> String {
+    let mut bytes = Vec::with_capacity(instance.len());
+    let mut rest = instance;
+    while let Some((before, after)) = rest.split_once("\\x") {
+        bytes.extend(before.bytes());
+        let digits = after.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
+        match digits.map(|digits| u8::from_str_radix(digits, 16)) {
+            Some(Ok(byte)) => {
+                bytes.push(byte);
+                rest = &after[2..];
+            }
+            _ => {
+                bytes.extend(b"\\x");
+                rest = after;
+            }
+        }
+    }
+    bytes.extend(rest.bytes());
+    String::from_utf8(bytes).unwrap_or_else(|_| instance.to_owned())
+}
+
+fn is_open(fd: RawFd) -> bool {
+    // SAFETY: F_GETFD only reads the descriptor table.
+    unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instances_are_escaped_as_systemctl_does() {
+        for (name, instance) in [
+            ("a+b", "a\\x2bb"),
+            ("ü", "\\xc3\\xbc"),
+            ("a-b", "a-b"),
+            ("a@b.c_d", "a@b.c_d"),
+            ("data", "data"),
+        ] {
+            assert_eq!(escape_instance(name), instance);
+            assert_eq!(
+                (unescape_instance(instance), unescape_instance(name)),
+                (name.to_owned(), name.to_owned())
+            );
+        }
+        for other in ["\\x", "\\xzz", "a\\x2", "\\xff"] {
+            assert_eq!(unescape_instance(other), other);
+        }
+    }
+}

@@ -1,0 +1,173 @@
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blkq_export::peer::Peer;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::commit::serve_commit;
+use super::shared::{Shared, Stage};
+use super::snapshot::{receive_file, serve_snapshot};
+use super::trace::serve_trace;
+use crate::control::resize::NewSize;
+use crate::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use crate::failure::{EXIT_LEFT, Failure, Outcome};
+use crate::log;
+
+/// More commands at the same time are rejected.
+const ANSWERING_MAX: usize = 16;
+
+pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
+    let reject = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
+    // The mode of the socket restricts users already, but the socket may have been moved to another
+    // directory.
+    match Peer::of(&stream) {
+        Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => {}
+        _ => return reject("only root and the user who runs the daemon may send commands"),
+    }
+    if shared.answering() >= ANSWERING_MAX {
+        return reject("too many commands at the same time; try again");
+    }
+    shared.spawn(|shared| serve(shared, stream));
+}
+
+fn serve(shared: &Shared, stream: UnixStream) {
+    let request = match read_request(&stream) {
+        Ok(request) => request,
+        Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
+    };
+    let refused = |failure: &Failure| log::line(&format!("refused: {failure}"));
+    // The client has already reported a failure to its user, because this daemon was stopped (SIGSTOP) or
+    // accepted the connection too late. Executing the request now would be a surprise.
+    if has_hung_up(&stream) {
+        refused(&Failure::new("the client had exited before its request was read"));
+        return;
+    }
+    let reply = match request {
+        Request::Ping {} => reply_line(Ok(())),
+        Request::Show {} => reply_line(shared.device().info()),
+        Request::Stat {} => reply_line(Ok(shared.device().statistics())),
+        Request::Set { settings } => reply_line(shared.set(&settings).inspect_err(refused)),
+        Request::Resize { size, grow_by, force, user } => {
+            let new = match (size, grow_by) {
+                (_, Some(bytes)) => NewSize::LargerBy(bytes),
+                (Some(bytes), None) => NewSize::Bytes(bytes),
+                (None, None) => NewSize::OfImage,
+            };
+            log::line(&format!("resize {new}"));
+            let open = shared.stage().check();
+            let resize = || shared.device().resize(new, force, user);
+            reply_line(open.and_then(|()| resize()).inspect_err(refused))
+        }
+        Request::Resume { fail } => {
+            let resumed = shared.device().resume(fail);
+            if let Ok(count) = &resumed {
+                let requests = if *count == 1 { "request" } else { "requests" };
+                log::line(&format!(
+                    "resume: {count} held {requests} {}",
+                    if fail { "failed" } else { "reissued" }
+                ));
+            }
+            reply_line(resumed)
+        }
+        Request::Bitmaps {} => reply_line(shared.device().bitmaps()),
+        Request::BitmapFile {} => {
+            answer(&stream, &reply_line(Ok(())));
+            let file = receive_file(&stream);
+            let open = shared.stage().check();
+            reply_line(file.and_then(|file| open.and_then(|()| shared.device().set_bitmap_file(file))))
+        }
+        Request::JoinGroup { group } => {
+            log::line(&format!("set group={group}"));
+            answer(&stream, &reply_line(Ok(())));
+            let file = receive_file(&stream);
+            reply_line(file.and_then(|file| shared.join_group(&group, file)).inspect_err(refused))
+        }
+        Request::Bitmap { change } => {
+            log::line(&format!("bitmap: {change}"));
+            let open = shared.stage().check();
+            reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
+        }
+        Request::Apply { settings } => reply_line(shared.apply(&settings).inspect_err(refused)),
+        Request::ReloadCertificates {} => {
+            let reloaded = shared.device().reload_certificates().inspect_err(refused);
+            if let Ok(Some(directory)) = &reloaded {
+                log::line(&format!("reloaded the certificates in {}", directory.display()));
+            }
+            reply_line(reloaded.map(|_| ()))
+        }
+        Request::Trace { ring_bytes } => match serve_trace(shared, &stream, ring_bytes) {
+            Ok(()) => return,
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
+        Request::Snapshot { options, image } => {
+            let next = || answer(&stream, &reply_line(Ok(())));
+            reply_line(serve_snapshot(shared, &stream, &options, image, next).inspect_err(refused))
+        }
+        Request::Commit { image } => {
+            let next = |begun: BegunCommit| answer(&stream, &reply_line(Ok(begun)));
+            reply_line(serve_commit(shared, &stream, image, next).inspect_err(refused))
+        }
+        Request::Leave {} => match shared.leave() {
+            Ok(()) => {
+                log::line("stopping: another daemon takes over the device");
+                answer(&stream, &reply_line(Ok(())));
+                shared.wait_for_answers();
+                // Exit as if killed. The kernel aborts the requests that it passed to this process when the
+                // process exits; if only the ring were closed, the kernel might wait for these requests for
+                // ever.
+                std::process::exit(EXIT_LEFT.into());
+            }
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
+        Request::Detach { force } => match shared.close(Stage::Stopping, |device| device.close(force)) {
+            Ok(()) => {
+                log::line("stopping: detach was requested");
+                return shared.stop(Some(stream));
+            }
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
+    };
+    answer(&stream, &reply);
+}
+
+/// A client that only shut down its sending side still waits for an answer.
+fn has_hung_up(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::empty())];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok()
+        && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+}
+
+/// Reads one line within [`LINE_TIMEOUT`], at most [`LINE_BYTES_MAX`] long.
+fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
+    let until = Instant::now() + LINE_TIMEOUT;
+    let mut line = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Failure::new(format!("no request was received within {} s", LINE_TIMEOUT.as_secs())));
+        }
+        let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
+        match read {
+            Ok(0) => return Err(Failure::new("malformed request: the line is incomplete")),
+            Ok(length) => line.extend_from_slice(&piece[..length]),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(e) => return Err(Failure::new(format!("cannot read the request: {e}"))),
+        }
+        if let Some(end) = line.iter().position(|byte| *byte == b'\n') {
+            return parse_request(&line[..end]);
+        }
+        if line.len() >= LINE_BYTES_MAX {
+            return Err(Failure::new(format!("malformed request: longer than {LINE_BYTES_MAX} bytes")));
+        }
+    }
+}
+
+/// Sends a reply. Errors are ignored: a client that does not read its reply gets none.
+pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
+    let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
+    let _ = stream.write_all(reply);
+}

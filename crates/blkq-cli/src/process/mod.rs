@@ -1,0 +1,373 @@
+//! The daemon of one device. The main thread waits for commands and signals. Each command is executed on a
+//! short-lived thread of its own, because a change may have to wait for I/O. Engine threads do the I/O.
+
+mod answer;
+mod commit;
+mod settings;
+mod shared;
+mod snapshot;
+mod systemd;
+mod trace;
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
+
+use crate::control::{Reply, line_of, reply_line};
+use crate::daemon::{Obstacle, Operation, Parent, Serve};
+use crate::device::{self, Device, FLUSHES_IGNORED};
+use crate::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
+use crate::info::{BlockDevice, DeviceInfo};
+use crate::options::AttachOptions;
+use crate::pid_file::PidFile;
+use crate::sandbox::operations::OPERATIONS;
+use crate::state::{Claim, Orphan, StateDir};
+use crate::system::signals::{self, Signal, Signals};
+use crate::{log, sandbox};
+
+use answer::{accept, answer};
+use shared::{Shared, Stage, Stopped, Termination};
+
+/// How long to pause after accept or poll has failed, for example because no file descriptor is free.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long to wait before an event is handled again for which no thread could be started.
+const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+pub struct Daemon {
+    shared: Arc<Shared>,
+    control: UnixListener,
+    signals: Signals,
+    stopped: Receiver<Stopped>,
+    /// Receives a byte when `stopped` has a message.
+    wake: UnixStream,
+    pid_file: Option<PidFile>,
+    /// The last field, because fields are dropped in order: the name must become free after everything else
+    /// is released.
+    claim: Claim,
+}
+
+impl Serve for Daemon {
+    const OPERATIONS: &'static [Operation] = &OPERATIONS;
+
+    fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
+        let (dir, signals) = Daemon::begin()?;
+        let claim = match &options.name {
+            Some(name) => dir.claim(name)?,
+            None => dir.claim_unique(&options.default_name())?,
+        };
+        Daemon::attach(claim, signals, options, Vec::new(), inherited, parent)
+    }
+
+    fn succeed(
+        name: &str,
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
+        let (dir, signals) = Daemon::begin()?;
+        let claim = dir.claim_for_successor(name)?;
+        Daemon::attach(claim, signals, options, settings, inherited, parent)
+    }
+
+    fn recover(
+        options: &AttachOptions,
+        orphan: Orphan,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
+        let (_, signals) = Daemon::begin()?;
+        let Orphan { claim, state } = orphan;
+        for suffix in [".control", ".nbd", ".vhost"] {
+            claim.remove_socket(suffix)?;
+        }
+        let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
+        Daemon::ready(claim, signals, options, open, true, parent)
+    }
+
+    fn info(&self) -> Outcome<DeviceInfo> {
+        self.shared.device().info_at_attach()
+    }
+
+    fn run(mut self) -> ExitCode {
+        // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
+        let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
+        loop {
+            let mut fds = [
+                PollFd::new(&self.control, PollFlags::IN),
+                PollFd::new(&self.signals, PollFlags::IN),
+                PollFd::new(&self.wake, PollFlags::IN),
+                PollFd::new(self.shared.device().autoclear().idle_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().rejection_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().size_event(), PollFlags::IN),
+            ];
+            // After an interruption or ENOMEM, poll again. Signals are not lost: they are in their pipe.
+            let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
+            if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+            let [commands, signals, stopped, idle, rejections, failed, resized] =
+                fds.map(|fd| !fd.revents().is_empty());
+            let mut arrived = if signals { self.signals.take() } else { Vec::new() };
+            if arrived.is_empty() {
+                arrived.extend(signal_due);
+            }
+            for signal in arrived {
+                match self.on_signal(signal) {
+                    None => {}
+                    Some(Termination::Begun) => signal_due = None,
+                    Some(Termination::NoThread) => signal_due = Some(signal),
+                    Some(Termination::ExitAtOnce) => return self.exit_at_once(),
+                }
+            }
+            if failed && let Some(failure) = self.shared.device().take_failure() {
+                log::line(&format!(
+                    "exiting immediately: {failure}; requests in flight wait for `blkq recover`"
+                ));
+                return self.exit_at_once();
+            }
+            if stopped && let Ok(stopped) = self.stopped.try_recv() {
+                return self.finish(stopped);
+            }
+            if resized {
+                let _ = rustix::io::read(self.shared.device().size_event(), &mut [0; 8]);
+            }
+            if resized || resize_due {
+                resize_due = !self.shared.size_changed();
+            }
+            if rejections {
+                self.shared.device().log_rejections();
+            }
+            if idle {
+                self.shared.device().autoclear().take_event();
+            }
+            if idle || idle_due {
+                idle_due = !self.shared.clients_left();
+            }
+            if commands {
+                match self.control.accept() {
+                    Ok((stream, _)) => accept(&self.shared, stream),
+                    // Most likely no file descriptor is free; others may be closed soon.
+                    Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+                }
+            }
+        }
+    }
+
+    fn give_up(self) {
+        if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
+            self.shared.stop(None);
+        }
+        if let Ok(stopped) = self.stopped.try_recv() {
+            self.finish(stopped);
+        }
+    }
+
+    fn raise_limits() {
+        for resource in [Resource::Nofile, Resource::Memlock] {
+            let maximum = getrlimit(resource).maximum;
+            let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
+        }
+        // Root may lock memory without a limit now, but not after it has dropped its privileges.
+        let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
+    }
+
+    fn landlock_abi() -> u32 {
+        sandbox::landlock_abi()
+    }
+
+    fn has_seccomp() -> bool {
+        sandbox::filter::is_there()
+    }
+
+    fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
+        device::obstacles(options)
+    }
+
+    fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
+        device::check_take_over(options, block_device)
+    }
+
+    fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
+        device::check_successor(dir, options, bytes)
+    }
+}
+
+impl Daemon {
+    fn attach(
+        claim: Claim,
+        signals: Signals,
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
+        let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
+        Daemon::ready(claim, signals, options, open, false, parent)
+    }
+
+    fn begin() -> Outcome<(StateDir, Signals)> {
+        // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
+        let _ = rustix::thread::set_name(c"blkq");
+        log::abort_on_panic();
+        let signals = Signals::install(&signals::DAEMON)?;
+        systemd::connect_manager();
+        Daemon::raise_limits();
+        let dir = StateDir::locate()?;
+        dir.create()?;
+        // Sockets and files must be private to their owner from the moment they are created.
+        umask(Mode::from_bits_truncate(0o177));
+        Ok((dir, signals))
+    }
+
+    fn ready(
+        mut claim: Claim,
+        signals: Signals,
+        options: &AttachOptions,
+        open: impl FnOnce(&Claim) -> Outcome<Device>,
+        is_orphan: bool,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
+        let system =
+            |what: &'static str| move |e: std::io::Error| Failure::new(format!("cannot {what}: {e}"));
+        let control =
+            UnixListener::bind(claim.file(".control")).map_err(system("create the control socket"))?;
+        control.set_nonblocking(true).map_err(system("create the control socket"))?;
+        let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
+        let (sender, stopped) = channel();
+        let owner = geteuid();
+        // The device had a daemon before, and its clients wait for this one, even if the command has been
+        // interrupted.
+        let is_successor = claim.is_kept();
+        let mut device = match open(&claim) {
+            Ok(device) => device,
+            Err(failure) => {
+                // If the kernel refused to remove a new block device, its files must stay, so that it can be
+                // recovered.
+                if !is_successor && claim.has_orphan() {
+                    claim.keep(true);
+                }
+                return Err(failure);
+            }
+        };
+        // A block device survives this process, however it exits. From here on its files must, too.
+        if device.leaves_block_device() {
+            claim.keep(true);
+        }
+        let mut announce = || -> Outcome<(Option<PidFile>, File)> {
+            let pid_file = PidFile::write(options)?;
+            if parent.waits() {
+                log::redirect(&claim.file(".log"))?;
+                // Otherwise the daemon would keep an unrelated file system busy.
+                std::env::set_current_dir("/").map_err(system("change to the directory /"))?;
+            }
+            // This must be the last step that can fail for a reason of its own: if this program cannot take
+            // over a device, the older program serves it again, and reads its own state file.
+            let state_file = claim.write_state(&device.state()?)?;
+            // Nothing below may open a file, or needs a privilege that confinement removes.
+            let removed = pid_file.iter().map(|file| file.path().to_owned());
+            device.confine(removed.chain([claim.file(".lock")]))?;
+            device.start_background()?;
+            let info = device.info_at_attach()?;
+            let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
+            if log::path().is_some() {
+                log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
+            }
+            if info.unsafe_flush_ignore {
+                log::line(&format!("warning: {FLUSHES_IGNORED}"));
+            }
+            let notified = parent.notify(&line_of(&Reply::Ok(&info))?);
+            if !is_successor {
+                notified?;
+            }
+            systemd::notify(&format!("READY=1\nSTATUS={status}"));
+            Ok((pid_file, state_file))
+        };
+        let (pid_file, state_file) = match announce() {
+            Ok(announced) => announced,
+            Err(failure) => {
+                // No client knows this device yet, so it is removed. An orphan remains an orphan.
+                if !is_orphan {
+                    let closed = device.close(true);
+                    if claim.is_kept() && !is_successor {
+                        claim.keep(device.leaves_block_device());
+                    }
+                    closed
+                        .map_err(|e| Failure::new(format!("{failure}; the clean-up failed as well: {e}")))?;
+                }
+                return Err(failure);
+            }
+        };
+        let shared = Shared::new(owner, device, sender, waker, state_file);
+        Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
+    }
+
+    fn on_signal(&self, signal: Signal) -> Option<Termination> {
+        match signal {
+            Signal::Hangup => {
+                self.shared.spawn(move |shared| {
+                    let done = match shared.device().reload_certificates() {
+                        Ok(None) => "no certificates to reload".to_owned(),
+                        Ok(Some(directory)) => {
+                            format!("reloaded the certificates in {}", directory.display())
+                        }
+                        Err(failure) => failure.to_string(),
+                    };
+                    log::line(&format!("{}: {done}", signal.name()));
+                });
+                None
+            }
+            Signal::Terminate | Signal::Interrupt => Some(self.shared.terminate(signal)),
+            // The daemon installs no handlers for these.
+            Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => None,
+        }
+    }
+
+    /// Does not wait for I/O in flight. The files of a remaining block device stay, so that `blkq recover`
+    /// and `blkq detach` find it.
+    fn exit_at_once(self) -> ExitCode {
+        let Daemon { shared, mut claim, .. } = self;
+        claim.keep(shared.device().leaves_block_device());
+        // Dropping this would wait for the engines, which may have I/O that never completes.
+        std::mem::forget(shared);
+        match claim.is_kept() {
+            // The lock must be held until the process has exited: until then, the kernel treats it as the
+            // server of the block device, and another daemon cannot recover it.
+            true => std::mem::forget(claim),
+            false => drop(claim),
+        }
+        ExitCode::from(EXIT_FAILED)
+    }
+
+    /// The client that requested the stop gets its reply last.
+    fn finish(self, stopped: Stopped) -> ExitCode {
+        let Daemon { shared, control, pid_file, mut claim, .. } = self;
+        drop((control, pid_file));
+        claim.keep(shared.device().leaves_block_device());
+        drop(claim);
+        drop(shared);
+        let outcome = stopped.flushed.map_err(|e| e.during("detached"));
+        let code = match &outcome {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(failure) => {
+                log::line(&failure.to_string());
+                ExitCode::from(EXIT_UNFLUSHED)
+            }
+        };
+        if let Some(asker) = stopped.asker {
+            answer(&asker, &reply_line(outcome));
+        }
+        code
+    }
+}
