@@ -14,9 +14,9 @@ use blkq::units::{format_bytes, parse_bytes};
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;
 use blkq_cli::commands::{Cli, Command};
-use blkq_cli::failure::Failure;
-use blkq_cli::options::{Address, Record, image_text, parse_listen};
 use blkq_drivers::DriverSpec;
+use blkq_protocol::failure::Failure;
+use blkq_protocol::options::{Address, Record, image_text, parse_listen};
 use clap::Parser;
 use libfuzzer_sys::arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
@@ -126,7 +126,7 @@ fuzz_target!(|data: &[u8]| {
             Ok((key, value)) => assert!(!key.is_empty() && format!("{key}={value}") == text),
             Err(error) => one_line(&error),
         },
-        _ => assert_eq!(blkq_cli::state::check_name(&text).is_ok(), {
+        _ => assert_eq!(blkq_protocol::state::check_name(&text).is_ok(), {
             let name = |c: char| c.is_alphanumeric() || "._-+@".contains(c);
             text.starts_with(char::is_alphanumeric) && text.chars().all(name)
         }),

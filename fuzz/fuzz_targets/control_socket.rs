@@ -18,10 +18,10 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
-use blkq_cli::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
-use blkq_cli::daemon::{Parent, Serve};
-use blkq_cli::info::DeviceInfo;
 use blkq_cli::process::Daemon;
+use blkq_protocol::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
+use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::info::DeviceInfo;
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ const OTHERS: [(&str, &[&str], &[&str]); 3] = [
 static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-control-{}", std::process::id()));
     // SAFETY: no other thread runs yet.
-    unsafe { std::env::set_var(blkq_cli::state::STATE_DIR_VARIABLE, &directory) };
+    unsafe { std::env::set_var(blkq_protocol::state::STATE_DIR_VARIABLE, &directory) };
     // A confined process could not continue to fuzz.
     let words =
         ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];

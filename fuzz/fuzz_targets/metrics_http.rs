@@ -21,9 +21,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
-use blkq_cli::daemon::{Parent, Serve};
 use blkq_cli::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 use blkq_cli::process::Daemon;
+use blkq_protocol::daemon::{Parent, Serve};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
@@ -35,7 +35,7 @@ const PIECES_MAX: usize = 32;
 static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-metrics-{}", std::process::id()));
     // SAFETY: no other thread runs yet.
-    unsafe { std::env::set_var(blkq_cli::state::STATE_DIR_VARIABLE, &directory) };
+    unsafe { std::env::set_var(blkq_protocol::state::STATE_DIR_VARIABLE, &directory) };
     std::fs::create_dir(&directory).expect("a directory");
     let socket = directory.join("metrics");
     let address = format!("unix:{}", socket.display());

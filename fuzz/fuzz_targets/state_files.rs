@@ -19,8 +19,8 @@ use std::sync::LazyLock;
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::recover::attach_options;
 use blkq_cli::devices::{Entry, all};
-use blkq_cli::options::{Record, SettingGroups};
-use blkq_cli::state::{
+use blkq_protocol::options::{Record, SettingGroups};
+use blkq_protocol::state::{
     Dead, OptionsFile, STATE_DIR_VARIABLE, StateDir, check_name, parse_daemon_state, parse_state,
 };
 use libfuzzer_sys::arbitrary::{Result, Unstructured};

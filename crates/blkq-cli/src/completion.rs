@@ -3,10 +3,9 @@
 
 use std::ffi::OsStr;
 
+use blkq_protocol::options::Row;
+use blkq_protocol::state::StateDir;
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
-
-use crate::options::Row;
-use crate::state::StateDir;
 
 /// The environment variable that the scripts set to the name of their shell.
 pub const VARIABLE: &str = "COMPLETE";

@@ -1,8 +1,8 @@
 //! The `blkq` command: attaches images as block devices and manages them.
 //!
-//! `attach` starts one daemon per device ([`daemon`]). The other commands find the daemon by the name of the
-//! device in the state directory ([`state`]), and send it requests over its control socket ([`control`]). In
-//! the daemon, [`serve`] connects the block layer to the image and to the exports.
+//! `attach` starts one daemon per device. The other commands find the daemon by the name of the device in the state
+//! directory ([`blkq_protocol::state`]), and send it requests over its control socket ([`blkq_protocol::control`]). In
+//! the daemon, [`device`] connects the block layer to the image and to the exports.
 
 // Nothing outside of this workspace uses this library. Its items are documented where that helps a
 // maintainer.
@@ -10,40 +10,32 @@
 
 use std::process::ExitCode;
 
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::{EXIT_FAILED, print_error};
 use clap::{CommandFactory, Parser};
 use clap_complete::CompleteEnv;
 
 pub mod commands;
 pub mod completion;
 pub mod config;
-pub mod control;
-pub mod daemon;
 pub mod device;
 pub mod devices;
-pub mod failure;
-pub mod group;
 pub mod hangs;
-pub mod harness;
-pub mod info;
 pub mod launch;
 pub mod log;
 pub mod metrics;
-pub mod options;
 pub mod output;
 pub mod pid_file;
 pub mod process;
 pub mod sandbox;
-pub mod state;
-pub mod system;
 pub mod trace;
 pub mod usage;
 
 use commands::Cli;
-use daemon::Serve;
-use failure::{EXIT_FAILED, print_error};
 
-/// Runs the command line of this process; if it starts a daemon in this process, `D` is that daemon. Returns the exit code: 0 for success, 1 if the command was refused
-/// or failed (one line on standard error says why). Wrong usage exits with 2, as clap does.
+/// Runs the command line of this process. `D` is the daemon that some commands start in this process. Returns the exit
+/// code: 0 for success, 1 if the command was refused or failed (one line on standard error says why). Wrong usage exits
+/// with 2, as clap does.
 pub fn main<D: Serve>() -> ExitCode {
     launch::parent::note();
     complete();

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 use std::time::SystemTime;
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::system::timestamp::rfc3339;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-use crate::failure::{Failure, Outcome};
-use crate::system::timestamp::rfc3339;
 
 /// Maximum size of the log in bytes. When it is exceeded, the newest half is kept.
 const LOG_BYTES_MAX: u64 = 256 << 10;

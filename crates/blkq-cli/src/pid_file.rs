@@ -8,13 +8,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq_drivers::DriverSpec;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::FileId;
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::{DYING_WAIT, is_process_dying};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
-
-use crate::failure::{Failure, Outcome};
-use crate::info::FileId;
-use crate::options::AttachOptions;
-use crate::state::{DYING_WAIT, is_process_dying};
 
 /// Maximum number of symbolic links that are followed, as in the kernel (`MAXSYMLINKS`).
 const LINKS_MAX: usize = 40;
@@ -219,8 +218,9 @@ fn identity_at(path: &Path) -> Option<FileId> {
 mod tests {
     use std::os::unix::fs::{MetadataExt, symlink};
 
+    use blkq_protocol::harness::scratch;
+
     use super::*;
-    use crate::harness::scratch;
 
     fn own() -> String {
         format!("{}\n", std::process::id())

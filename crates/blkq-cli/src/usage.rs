@@ -3,10 +3,9 @@
 
 use std::fmt::Display;
 
+use blkq_protocol::failure::similar::distance;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-
-use crate::failure::similar::distance;
 
 /// Options of losetup(8) and qemu-nbd(8), with the tip that replaces clap's suggestion.
 const OTHERS: [(&[&str], &str); 20] = [

@@ -1,6 +1,6 @@
 //! `blkq bench`: the benchmarks are in the crate `blkq_bench`.
 
-use crate::failure::{Failure, Outcome};
+use blkq_protocol::failure::{Failure, Outcome};
 
 pub type Args = blkq_bench::Arguments;
 

@@ -5,19 +5,19 @@ use std::os::fd::AsFd;
 
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
+use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
+use blkq_protocol::control::{Dialogue, Request, ask};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::options::{AttachOptions, Format, Record};
+use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 
 use super::bitmap_file::BitmapFile;
 use crate::completion;
-use crate::control::bitmaps::{BitmapChange, BitmapInfo};
-use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
-use crate::options::{AttachOptions, Format, Record};
 use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::state::StateDir;
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

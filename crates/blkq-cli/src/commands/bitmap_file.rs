@@ -5,8 +5,9 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use blkq_protocol::failure::{Failure, Outcome};
+
 use super::attach::create::NewImage;
-use crate::failure::{Failure, Outcome};
 
 pub(super) enum BitmapFile {
     Found(File),

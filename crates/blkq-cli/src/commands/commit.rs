@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
+use blkq_protocol::control::bitmaps::BitmapInfo;
+use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::info::{CommitInfo, DeviceInfo, StateFile};
+use blkq_protocol::options::{Backing as BackingChain, Record};
+use blkq_protocol::state::StateDir;
+use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bitmap_file::BitmapFile;
 use super::recorded_image::RecordedImage;
-use crate::control::bitmaps::BitmapInfo;
-use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use crate::info::{CommitInfo, DeviceInfo, StateFile};
-use crate::options::{Backing as BackingChain, Record};
 use crate::output::{print_json, print_line};
-use crate::state::StateDir;
-use crate::system::signals::{Signal, Signals};
 use crate::{completion, config};
 
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);

@@ -4,16 +4,16 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use blkq_protocol::control::{Request, ask};
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::{EXIT_FAILED, Outcome, print_error};
+use blkq_protocol::options::SettingGroups;
+use blkq_protocol::state::StateDir;
 use clap::ValueEnum;
 
 use crate::config::{ConfigFile, check_defaults, files, first};
-use crate::control::{Request, ask};
-use crate::daemon::Serve;
-use crate::failure::{EXIT_FAILED, Outcome, print_error};
 use crate::launch::systemd::unescape_instance;
-use crate::options::SettingGroups;
 use crate::output::for_each;
-use crate::state::StateDir;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

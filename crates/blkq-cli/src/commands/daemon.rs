@@ -3,10 +3,11 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use blkq_protocol::control::reply_line;
+use blkq_protocol::daemon::{LaunchMessage, Parent, Serve};
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
+
 use super::recover;
-use crate::control::reply_line;
-use crate::daemon::{LaunchMessage, Parent, Serve};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::launch::parent;
 
 #[derive(clap::Args, Debug)]

@@ -5,14 +5,14 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use blkq_export::ublk::{self, SetupProcess};
+use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::state::{Dead, Found, Orphan, StateDir, check_name};
 
 use crate::completion;
-use crate::control::{Called, Request, call, no_such_device};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
 use crate::output::{for_each, print};
-use crate::state::{Dead, Found, Orphan, StateDir, check_name};
 
 /// The longest wait for a device that is starting, stopping or being handed over to a new daemon.
 const SETTLE_WAIT: Duration = Duration::from_secs(2);

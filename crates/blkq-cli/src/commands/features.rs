@@ -2,10 +2,10 @@
 
 use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::Outcome;
 use serde::Serialize;
 
-use crate::daemon::Serve;
-use crate::failure::Outcome;
 use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
 

@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use blkq::text::shell_word;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DeviceInfo;
 
 use crate::devices::uri::{NbdAddress, Place};
-use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
 
 /// The directory of the certificates for NBD clients in QEMU's documentation and in libvirt.
 const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";

@@ -4,12 +4,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use blkq::output;
+use blkq_protocol::failure::{Failure, Outcome};
 use clap::{Arg, Command, ValueEnum};
 use clap_complete::env::Shells;
 use clap_mangen::Man;
 
 use crate::completion::VARIABLE;
-use crate::failure::{Failure, Outcome};
 
 /// Headings of sections in the help of a command, after the options. Each becomes a section of the manual
 /// page.

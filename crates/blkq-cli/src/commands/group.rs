@@ -3,18 +3,18 @@
 use std::time::Duration;
 
 use blkq::throttle::RateLimits;
+use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::control::{Called, Request, call};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::group::{GroupFile, names};
+use blkq_protocol::options::{parse_group_name, parse_new_group_name};
+use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 use serde::Serialize;
 
 use crate::commands::stat::rates;
-use crate::control::statistics::Statistics;
-use crate::control::{Called, Request, call};
-use crate::failure::Outcome;
-use crate::group::{GroupFile, names};
-use crate::options::{parse_group_name, parse_new_group_name};
 use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::state::StateDir;
 
 const INTERVAL: Duration = Duration::from_millis(500);
 

@@ -1,17 +1,17 @@
 use std::path::PathBuf;
 
 use blkq::units::parse_bytes;
+use blkq_protocol::control::died;
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::backing::{Backing, is_behind};
+use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::state::{Dead, Fate, Found, StateDir};
 use serde_json::{Map, Value};
 
-use crate::control::died;
 use crate::devices::{Entry, all, not_attached};
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::backing::{Backing, is_behind};
-use crate::info::{DeviceInfo, FileId};
 use crate::output::columns::{self, Column};
 use crate::output::table::render;
 use crate::output::{print, print_json};
-use crate::state::{Dead, Fate, Found, StateDir};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]

@@ -6,13 +6,13 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::Duration;
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::state::StateDir;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::completion;
 use crate::devices::{Entry, device_parser, inspect, named};
-use crate::failure::{Failure, Outcome};
 use crate::output::print;
-use crate::state::StateDir;
 
 const INTERVAL: Duration = Duration::from_millis(200);
 /// More than the daemon keeps in a log.
@@ -163,8 +163,9 @@ mod tests {
     use std::fs;
     use std::io::Write;
 
+    use blkq_protocol::harness::scratch;
+
     use super::*;
-    use crate::harness::scratch;
 
     #[test]
     fn each_line_of_a_growing_log_is_read_once() {

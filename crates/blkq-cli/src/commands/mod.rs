@@ -1,9 +1,8 @@
 use std::process::ExitCode;
 
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::Outcome;
 use clap::{CommandFactory, Parser, Subcommand};
-
-use crate::daemon::Serve;
-use crate::failure::Outcome;
 
 pub mod attach;
 pub mod bench;
@@ -183,8 +182,9 @@ impl Command {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::options::Row;
+
     use super::*;
-    use crate::options::Row;
 
     const COMMAND_PAGE: &str = include_str!("../../../../docs/command.md");
     /// The `max_term_width` of the command, in columns. Clap wraps longer lines.

@@ -1,9 +1,9 @@
 //! The record of the image that a device is about to switch to. If the daemon is killed during a snapshot or
 //! a commit, `blkq recover` needs the attach options for the new image as well as those for the old one.
 
-use crate::failure::Outcome;
-use crate::options::Record;
-use crate::state::StateDir;
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::options::Record;
+use blkq_protocol::state::StateDir;
 
 /// An entry of `NAME.options`. Dropping removes the entry, unless [`RecordedImage::keep`] was called.
 #[derive(Debug)]

@@ -4,17 +4,18 @@ use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
+use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::StateFile;
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::{Fate, Found, StateDir, check_name};
+
 use super::attach;
 use crate::completion;
-use crate::control::{Called, Request, call, no_such_device};
-use crate::daemon::{Parent, Serve};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome};
-use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
-use crate::options::AttachOptions;
 use crate::output::for_each;
-use crate::state::{Fate, Found, StateDir, check_name};
 use blkq_drivers::DriverSpec;
 
 #[derive(clap::Args, Debug)]
@@ -123,10 +124,11 @@ pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
 mod tests {
     use std::path::PathBuf;
 
+    use blkq_protocol::info::BlockDevice;
+    use blkq_protocol::options::{Address, Copying, Export, Record, Tls};
+    use blkq_protocol::state::parse_state;
+
     use super::*;
-    use crate::info::BlockDevice;
-    use crate::options::{Address, Copying, Export, Record, Tls};
-    use crate::state::parse_state;
 
     /// The state files were written by the last version that stored the words of the command line.
     #[test]

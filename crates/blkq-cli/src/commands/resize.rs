@@ -1,15 +1,15 @@
 //! `blkq resize`: changes the size of a device in use.
 
 use blkq::units::parse_bytes;
+use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::{Request, ask};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::state::StateDir;
 
 use crate::commands::detach::check_unopened;
 use crate::completion;
-use crate::control::resize::NewSize;
-use crate::control::{Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::Outcome;
 use crate::output::print;
-use crate::state::StateDir;
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

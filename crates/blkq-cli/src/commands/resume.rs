@@ -1,11 +1,12 @@
 //! `blkq resume`: reissues the requests that a device holds after I/O errors, or fails them.
 
+use blkq_protocol::control::{Request, ask};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::state::StateDir;
+
 use crate::completion;
-use crate::control::{Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::Outcome;
 use crate::output::print;
-use crate::state::StateDir;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

@@ -2,13 +2,14 @@
 
 use std::process::ExitCode;
 
+use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::state::{Fate, Found, StateDir, check_name};
+
 use super::recover;
 use crate::config;
-use crate::daemon::{Parent, Serve};
-use crate::failure::{Failure, Outcome, print_error};
 use crate::launch::systemd::{self, unescape_instance};
 use crate::launch::warn;
-use crate::state::{Fate, Found, StateDir, check_name};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

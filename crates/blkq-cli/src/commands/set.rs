@@ -3,16 +3,16 @@
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 
+use blkq_protocol::control::{Dialogue, Request, ask};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::open_for_daemon;
+use blkq_protocol::options::{Key, NO_GROUP, Row, parse_group_name};
+use blkq_protocol::state::StateDir;
 use clap::error::ErrorKind;
 
 use crate::completion;
-use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome};
-use crate::group::open_for_daemon;
-use crate::options::{Key, NO_GROUP, Row, parse_group_name};
 use crate::output::for_each;
-use crate::state::StateDir;
 use crate::usage::exit;
 
 #[derive(clap::Args, Debug)]

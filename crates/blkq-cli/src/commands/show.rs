@@ -1,17 +1,18 @@
 use std::process::ExitCode;
 
+use blkq_protocol::control::no_such_device;
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::backing::shown_path;
+use blkq_protocol::info::{ClientInfo, DeviceInfo};
+use blkq_protocol::state::{Remains, StateDir};
+
 use crate::commands::commit::shown_progress;
 use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
-use crate::control::no_such_device;
 use crate::devices::{Entry, device_parser, inspect, named};
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::backing::shown_path;
-use crate::info::{ClientInfo, DeviceInfo};
 use crate::output::columns::Cell;
 use crate::output::table::{Align, render};
 use crate::output::{for_each, print, print_json};
-use crate::state::{Remains, StateDir};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

@@ -12,18 +12,18 @@ use std::path::{Path, PathBuf};
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::Dispatch;
+use blkq_protocol::control::{Dialogue, Request, Snapshotted, ask};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::backing::{Backing, shown_path};
+use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Record};
+use blkq_protocol::state::StateDir;
 
 use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
-use crate::control::{Dialogue, Request, Snapshotted, ask};
 use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::named;
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::backing::{Backing, shown_path};
-use crate::info::{DeviceInfo, FileId};
-use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use crate::output::print_line;
-use crate::state::StateDir;
 use crate::{completion, config};
 
 #[derive(clap::Args, Debug)]
@@ -364,8 +364,9 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::thread;
 
+    use blkq_protocol::harness::{options, scratch};
+
     use super::*;
-    use crate::harness::{options, scratch};
 
     /// Plays a daemon: answers the request and the file, then calls `last` with the connection.
     fn daemon<T: Send + 'static>(

@@ -4,8 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+
 use crate::config::{ConfigFile, files, first};
-use crate::failure::{Failure, Outcome, print_error};
 use crate::launch::systemd::escape_instance;
 
 /// systemd reads drop-ins in the order of their names: this one after those of most generators, and before

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use blkq::clock::monotonic_ns;
 use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
 use blkq::units::{format_bytes, parse_bytes};
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::state::StateDir;
+use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::completion;
 use crate::devices::{device_parser, named};
-use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use crate::state::StateDir;
-use crate::system::signals::{Signal, Signals};
 use crate::trace::connection::TraceConnection;
 use crate::trace::filter::{Filter, Filtered};
 use crate::trace::io_tracker::IoTracker;

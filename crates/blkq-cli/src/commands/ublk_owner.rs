@@ -1,8 +1,8 @@
 //! `blkq ublk-owner`: prints the user who created a ublk device, for udev rules.
 
 use blkq_export::ublk::{ControlDevice, Features};
+use blkq_protocol::failure::{Failure, Outcome};
 
-use crate::failure::{Failure, Outcome};
 use crate::output::print;
 
 #[derive(clap::Args, Debug)]

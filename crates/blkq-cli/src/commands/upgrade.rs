@@ -6,17 +6,18 @@ use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use blkq_protocol::control::{Called, Request, ask, call, daemon_of};
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::{DeviceInfo, StateFile};
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::StateDir;
+
 use super::recover::attach_options;
 use crate::completion;
-use crate::control::{Called, Request, ask, call, daemon_of};
-use crate::daemon::Serve;
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome};
-use crate::info::{DeviceInfo, StateFile};
 use crate::launch::session::in_own_session;
 use crate::launch::{Launched, Program, report};
-use crate::options::AttachOptions;
-use crate::state::StateDir;
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 

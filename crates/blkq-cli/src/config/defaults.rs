@@ -4,10 +4,11 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Export};
+
 use super::{directory, read_text, words};
-use crate::failure::{Failure, Outcome};
 use crate::launch::systemd;
-use crate::options::{AttachOptions, Export};
 
 /// The name of the file. The names of device files end with `.toml`.
 const FILE: &str = "defaults";

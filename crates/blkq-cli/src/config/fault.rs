@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use crate::failure::Failure;
+use blkq_protocol::failure::Failure;
 
 /// A mistake in a configuration file.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -15,14 +15,14 @@ use std::path::{Path, PathBuf};
 
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
+use blkq_protocol::daemon::{Obstacle, Serve};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Format, Key, SettingGroups, image_text};
+use blkq_protocol::state::check_name;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
 
-use crate::daemon::{Obstacle, Serve};
-use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Format, Key, SettingGroups, image_text};
-use crate::state::check_name;
 use words::{Parsed, Words};
 
 pub use defaults::{check_defaults, with_defaults};

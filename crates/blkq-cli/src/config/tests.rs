@@ -1,8 +1,8 @@
+use blkq_protocol::harness::scratch;
 use clap::{ArgAction, Parser};
 
 use super::*;
 use crate::commands::Cli;
-use crate::harness::scratch;
 
 /// A directory with one file, `d.toml`.
 struct Place {
@@ -104,7 +104,7 @@ hang-warning = 0.5
 ";
     let words = ["/srv/d.img", "--name=d", "--export=nbd", "--export=ublk", "--read-only", "--no-merge"];
     let more = ["--offset=1024", "--hang-warning=0.5"];
-    let expected = crate::harness::options(&[&words[..], &more].concat());
+    let expected = blkq_protocol::harness::options(&[&words[..], &more].concat());
     assert_eq!(Place::new("config-same", text).options(), Ok(expected));
 }
 

@@ -2,13 +2,13 @@
 
 use std::error::Error;
 
+use blkq_protocol::failure::similar::closest;
+use blkq_protocol::options::{AttachOptions, REMOVED};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
 
 use super::fault::Fault;
-use crate::failure::similar::closest;
-use crate::options::{AttachOptions, REMOVED};
 
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";

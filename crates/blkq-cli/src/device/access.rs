@@ -5,8 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use blkq_export::SocketAccess;
-
-use crate::failure::{Failure, Outcome};
+use blkq_protocol::failure::{Failure, Outcome};
 
 /// The mode of sockets if only a group is given: the members of the group may connect.
 const GROUP_MODE: u32 = 0o660;

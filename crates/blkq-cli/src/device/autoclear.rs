@@ -4,9 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::event::{EventfdFlags, eventfd};
-
-use crate::failure::{Failure, Outcome};
 
 /// Whether the device detaches with its last client, and the event that is signalled when it has no clients.
 pub struct Autoclear {

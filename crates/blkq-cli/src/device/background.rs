@@ -6,15 +6,15 @@ use std::time::Duration;
 use blkq::disk::AutoLimiter;
 use blkq::throttle::LimitMode;
 use blkq::{Disk, EngineHandle};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::group::GroupWatch;
+use blkq_protocol::options::AttachOptions;
 
 use super::meter::Meter;
 use super::running::Running;
-use crate::failure::Outcome;
-use crate::group::GroupWatch;
 use crate::hangs::HangWatch;
 use crate::log;
 use crate::metrics::Endpoint;
-use crate::options::AttachOptions;
 
 pub(super) struct BackgroundThreads {
     /// Searches for the ceiling of the device (`--limit auto`).

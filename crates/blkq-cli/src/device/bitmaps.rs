@@ -1,10 +1,10 @@
 use std::fs::File;
 
 use blkq::bitmap::{Bitmap, BitmapState};
+use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
+use blkq_protocol::failure::Outcome;
 
 use super::Device;
-use crate::control::bitmaps::{BitmapChange, BitmapInfo};
-use crate::failure::Outcome;
 
 impl Device {
     /// Sorted by name. Fails if the device has stopped.

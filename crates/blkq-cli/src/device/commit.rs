@@ -10,16 +10,16 @@ use blkq::{Disk, Driver, ErrorKind};
 use blkq_drivers::no_backing_file;
 use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, CommitSource};
 use blkq_export::ublk::UblkDevice;
+use blkq_protocol::control::Committed;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::{CommitInfo, DaemonState};
+use blkq_protocol::options::Record;
 
 use super::commit_progress::CommitProgress;
 use super::running::Running;
 use super::snapshot::{log_broken, new_warnings};
 use super::{Device, Served, flush_unless_stopped};
-use crate::control::Committed;
-use crate::failure::{Failure, Outcome};
-use crate::info::{CommitInfo, DaemonState};
 use crate::log;
-use crate::options::Record;
 
 /// Number of passes in which copying pauses while clients do I/O.
 const THROTTLED_PASSES: u32 = 3;

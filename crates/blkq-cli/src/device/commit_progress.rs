@@ -1,8 +1,8 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::failure::Failure;
-use crate::info::CommitInfo;
+use blkq_protocol::failure::Failure;
+use blkq_protocol::info::CommitInfo;
 
 pub(super) struct CommitProgress {
     by: String,

@@ -2,14 +2,14 @@ use std::sync::Arc;
 
 use blkq::throttle::WEIGHT_DEFAULT;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::{self, GroupWatch, Joined};
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::Claim;
 
 use super::persistent_bitmaps::PersistentBitmaps;
 use super::saved_settings::SavedSettings;
 use super::settings::apply;
-use crate::failure::{Failure, Outcome};
-use crate::group::{self, GroupWatch, Joined};
-use crate::options::AttachOptions;
-use crate::state::Claim;
 use crate::{log, sandbox};
 
 /// A disk with running engines, its bitmaps and its group, and without clients.

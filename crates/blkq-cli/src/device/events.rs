@@ -2,9 +2,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkq::Driver;
+use blkq_protocol::failure::{Failure, Outcome};
 
 use crate::device::autoclear::new_event;
-use crate::failure::{Failure, Outcome};
 
 /// Nonblocking eventfds for which the daemon of a device polls.
 pub(super) struct Events {

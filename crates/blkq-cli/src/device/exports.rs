@@ -4,10 +4,9 @@ use std::process::{Command, Stdio};
 
 use blkq::ErrorKind;
 use blkq_export::ublk::{CONTROL_PATH, ControlDevice, CopyMode, Features, Identity};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Export};
 use rustix::process::geteuid;
-
-use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Export};
 
 pub(super) struct Exports {
     pub(super) nbd: bool,

@@ -6,14 +6,14 @@ use blkq::throttle::Ceiling;
 use blkq::{Disk, QueueLimits};
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use blkq_protocol::options::{Key, ROWS, Scope};
 
 use super::Device;
 use super::background::BackgroundThreads;
 use super::running::Running;
-use crate::failure::Outcome;
-use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
-use crate::options::{Key, ROWS, Scope};
 
 /// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
 const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];

@@ -3,8 +3,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
 
+use blkq_protocol::failure::{Failure, Outcome};
+
 use super::running::{Running, stopping};
-use crate::failure::{Failure, Outcome};
 
 /// How often a caller that waits for a flush checks whether requests are held. The flush cannot complete
 /// before these requests.

@@ -7,12 +7,12 @@ use blkq::text::shell_word;
 use blkq::units::parse_bytes;
 use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
+use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
 
 use crate::device::lock_holders;
-use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use crate::sandbox;
-use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
@@ -289,8 +289,9 @@ pub(super) fn image_name(image: &DriverSpec) -> String {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::{options, scratch};
+
     use super::*;
-    use crate::harness::{options, scratch};
 
     /// This process holds the lock, and does not count itself. So it looks like a lock that the kernel has
     /// not released yet.

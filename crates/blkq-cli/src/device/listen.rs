@@ -8,11 +8,11 @@ use blkq::ErrorKind;
 use blkq_export::nbd::{NbdOptions, NbdServer, TlsCertificates, TlsOptions};
 use blkq_export::vhost_user::VhostUserDevice;
 use blkq_export::{Listen, SocketAccess};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{Address, AttachOptions, Export, Tls};
+use blkq_protocol::state::Claim;
 
 use crate::device::access::closed_directory;
-use crate::failure::{Failure, Outcome};
-use crate::options::{Address, AttachOptions, Export, Tls};
-use crate::state::Claim;
 
 #[derive(Default)]
 pub(super) struct Sockets {

@@ -6,12 +6,11 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use blkq_drivers::DriverSpec;
-
-use crate::failure::{Failure, Outcome};
-use crate::info::backing::Window;
-use crate::info::{FileId, StateFile};
-use crate::options::{AttachOptions, Format, image_text};
-use crate::state::{Fate, Found, StateDir, is_process_dying};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::backing::Window;
+use blkq_protocol::info::{FileId, StateFile};
+use blkq_protocol::options::{AttachOptions, Format, image_text};
+use blkq_protocol::state::{Fate, Found, StateDir, is_process_dying};
 
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
@@ -218,14 +217,15 @@ impl Lock {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::options;
+    use blkq_protocol::info::DaemonState;
+    use blkq_protocol::options::Record;
+
     use super::*;
-    use crate::harness::options;
-    use crate::info::DaemonState;
-    use crate::options::Record;
 
     #[test]
     fn a_file_has_one_device_by_whatever_name() {
-        let dir = crate::harness::scratch("waiting");
+        let dir = blkq_protocol::harness::scratch("waiting");
         let (image, link) = (dir.path().join("image"), dir.path().join("link"));
         fs::write(&image, "x").unwrap();
         fs::hard_link(&image, &link).unwrap();

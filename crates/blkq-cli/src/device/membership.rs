@@ -2,11 +2,11 @@ use std::fs::File;
 
 use blkq::Disk;
 use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::{GroupWatch, Joined};
 
 use super::Device;
 use super::running::{Running, stopping};
-use crate::failure::{Failure, Outcome};
-use crate::group::{GroupWatch, Joined};
 
 impl Device {
     /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails

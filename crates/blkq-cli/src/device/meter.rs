@@ -4,10 +4,10 @@ use blkq::StatsSnapshot;
 use blkq::clock::monotonic_ns;
 use blkq::throttle::{Ceiling, RateLimits};
 use blkq_export::nbd::{NbdCounters, NbdServer};
+use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
+use blkq_protocol::group::Membership;
 
 use super::running::Running;
-use crate::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
-use crate::group::Membership;
 use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
 

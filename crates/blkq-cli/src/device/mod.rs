@@ -41,14 +41,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
+use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::Membership;
+use blkq_protocol::info::DaemonState;
+use blkq_protocol::options::Record;
 
-use crate::control::resize::NewSize;
-use crate::control::statistics::Statistics;
 use crate::device::autoclear::Autoclear;
-use crate::failure::{Failure, Outcome};
-use crate::group::Membership;
-use crate::info::DaemonState;
-use crate::options::Record;
 use blkq::units::format_bytes;
 
 use background::BackgroundThreads;

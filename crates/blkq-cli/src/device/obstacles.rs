@@ -1,13 +1,13 @@
 use blkq_drivers::DriverSpec;
+use blkq_protocol::daemon::Obstacle;
+use blkq_protocol::failure::Failure;
+use blkq_protocol::group::GroupFile;
+use blkq_protocol::options::{Address, AttachOptions, Export, Tls};
+use blkq_protocol::state::StateDir;
 
 use super::image::{driver_options, format_refusal};
 use super::listen::{exposed, listen_at, tls};
-use crate::daemon::Obstacle;
-use crate::failure::Failure;
-use crate::group::GroupFile;
 use crate::metrics;
-use crate::options::{Address, AttachOptions, Export, Tls};
-use crate::state::StateDir;
 
 /// Finds the reasons for which `attach` would refuse `options`. Changes nothing; the image may be in use.
 pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {

@@ -8,6 +8,11 @@ use std::time::Duration;
 use blkq::{Disk, EngineHandle};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::Membership;
+use blkq_protocol::info::{DaemonState, StateFile};
+use blkq_protocol::options::{AttachOptions, Export, Record};
+use blkq_protocol::state::{Claim, DYING_WAIT};
 
 use super::background::BackgroundThreads;
 use super::block_device::BlockDeviceState;
@@ -27,12 +32,7 @@ use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::device::autoclear::Autoclear;
 use crate::device::lock_holders;
-use crate::failure::{Failure, Outcome};
-use crate::group::Membership;
-use crate::info::{DaemonState, StateFile};
 use crate::metrics::Endpoint;
-use crate::options::{AttachOptions, Export, Record};
-use crate::state::{Claim, DYING_WAIT};
 
 /// A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);

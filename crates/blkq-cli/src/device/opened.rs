@@ -8,15 +8,15 @@ use blkq_drivers::qcow2::Journals;
 use blkq_export::Listen;
 use blkq_export::nbd::TlsOptions;
 use blkq_export::ublk::{IdleWatch, SetupProcess, process};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::{Claim, StateDir};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::image::{ceph_mounts, image_name, journals};
 use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
-use crate::failure::{Failure, Outcome};
-use crate::options::AttachOptions;
 use crate::pid_file::real_path;
 use crate::sandbox::{self, Needs};
-use crate::state::{Claim, StateDir};
 
 pub(super) type Children = (SetupProcess, IdleWatch);
 

@@ -3,8 +3,8 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use blkq::bitmap::{Bitmap, BitmapStore};
 use blkq::{Disk, Driver};
+use blkq_protocol::failure::{Failure, Outcome};
 
-use crate::failure::{Failure, Outcome};
 use crate::log;
 
 /// The dirty bitmaps of a disk. [`PersistentBitmaps::save`], or dropping, saves them in its image.

@@ -4,15 +4,15 @@ use std::fs;
 use std::path::Path;
 
 use blkq_drivers::DriverSpec;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::GroupFile;
+use blkq_protocol::info::BlockDevice;
+use blkq_protocol::options::{AttachOptions, Format};
+use blkq_protocol::state::StateDir;
 
 use super::exports::size_of;
 use super::image::{driver_options, keep_format, keep_size};
 use super::listen::tls;
-use crate::failure::{Failure, Outcome};
-use crate::group::GroupFile;
-use crate::info::BlockDevice;
-use crate::options::{AttachOptions, Format};
-use crate::state::StateDir;
 
 /// Checks that this program could take over `block_device`: the kernel's device, the image and the
 /// certificates. Changes nothing.
@@ -59,8 +59,9 @@ fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::{options, scratch};
+
     use super::*;
-    use crate::harness::{options, scratch};
 
     #[test]
     fn a_device_that_is_attached_again_needs_its_group() {

@@ -4,10 +4,10 @@ use blkq::disk::Exchange;
 use blkq::{Disk, EngineHandle, EngineThread};
 use blkq_drivers::{Image, Opened};
 use blkq_export::ublk::{Claimed, UblkDevice};
+use blkq_protocol::failure::{Failure, Outcome};
 
 use super::persistent_bitmaps::PersistentBitmaps;
 use super::servers::{Connected, PausedServers, Servers};
-use crate::failure::{Failure, Outcome};
 
 /// The parts of a device that exist while it is served, in the order in which they must stop: fields are
 /// dropped in order.

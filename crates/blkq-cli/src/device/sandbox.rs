@@ -1,7 +1,8 @@
 use std::path::PathBuf;
 
-use crate::failure::Outcome;
-use crate::info::Confinement;
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::info::Confinement;
+
 use crate::sandbox::{self, Needs};
 
 pub(super) struct Sandbox {

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Implementer, Key, Setting, SettingGroups, is_removed};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Implementer, Key, Setting, SettingGroups, is_removed};
 
 pub(super) struct DeviceSettings {
     /// Changes when the device joins or leaves a group.
@@ -120,8 +120,9 @@ impl SavedSettings {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::options;
+
     use super::*;
-    use crate::harness::options;
 
     /// This happens to a service whose unit was given another command line.
     #[test]

@@ -7,6 +7,8 @@ use blkq_export::nbd::{
     TlsOptions,
 };
 use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::AttachOptions;
 
 use super::events::Events;
 use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
@@ -14,8 +16,6 @@ use super::memory_limits::memory_limits;
 use crate::device::access::socket_access;
 use crate::device::autoclear::Autoclear;
 use crate::device::descriptors::{clients_max, reserve};
-use crate::failure::{Failure, Outcome};
-use crate::options::AttachOptions;
 
 const CONNECTIONS: u16 = 64;
 const HANDSHAKE_TIMEOUT_S: u16 = 10;

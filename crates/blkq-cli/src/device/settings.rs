@@ -8,11 +8,11 @@ use blkq::throttle::{Ceiling, LimitMode};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{Key, Scope, Setting, is_removed};
 
 use super::Device;
 use super::running::{Running, stopping};
-use crate::failure::{Failure, Outcome};
-use crate::options::{Key, Scope, Setting, is_removed};
 
 impl Device {
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
@@ -221,15 +221,16 @@ fn not_set(error: blkq::Error) -> Failure {
 mod tests {
     use std::time::Duration;
 
+    use blkq_protocol::group::GroupFile;
+    use blkq_protocol::harness::{options, scratch};
+    use blkq_protocol::options::Row;
+    use blkq_protocol::state::parse_state;
+
     use super::super::Served;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
     use super::*;
     use crate::device::image::open_driver;
-    use crate::group::GroupFile;
-    use crate::harness::{options, scratch};
-    use crate::options::Row;
-    use crate::state::parse_state;
 
     /// The file was written by an older version, whose daemons stored settings as the user had typed them.
     #[test]

@@ -7,14 +7,14 @@ use blkq::Driver;
 use blkq_drivers::qcow2::Qcow2;
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::ublk::UblkDevice;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DaemonState;
+use blkq_protocol::options::{AttachOptions, Record};
 
 use super::image::image_name;
 use super::running::Running;
 use super::{Device, Served, flush_unless_held};
-use crate::failure::{Failure, Outcome};
-use crate::info::DaemonState;
 use crate::log;
-use crate::options::{AttachOptions, Record};
 
 impl Device {
     /// With a flush before it, a change has to stop I/O only briefly. Fails as [`Device::flush`] does.

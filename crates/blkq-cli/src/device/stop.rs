@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::VhostUserDevice;
+use blkq_protocol::failure::{Failure, Outcome};
 
 use super::Device;
 use super::flush::flush_within;
 use super::running::Running;
 use super::servers::Connected;
-use crate::failure::{Failure, Outcome};
 use crate::log;
 
 /// How long a device that stops waits for commands that still use it.
@@ -142,8 +142,9 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
+    use blkq_protocol::harness::{options, scratch};
+
     use super::*;
-    use crate::harness::{options, scratch};
     use blkq::testing::wait_until;
 
     // Contract: detach

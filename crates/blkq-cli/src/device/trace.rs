@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use blkq::trace::TraceMemory;
 use blkq::{Disk, EngineHandle, ErrorKind};
+use blkq_protocol::failure::{Failure, Outcome};
 
 use super::Device;
-use crate::failure::{Failure, Outcome};
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
@@ -79,8 +79,9 @@ impl Drop for DeviceTrace<'_> {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::{options, scratch};
+
     use super::*;
-    use crate::harness::{options, scratch};
 
     #[test]
     fn a_device_has_one_trace_at_a_time() {

@@ -6,15 +6,15 @@ pub mod uri;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::backing::is_behind;
+use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::state::{Fate, Found, Remains, StateDir, check_name};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::config::{Configured, configured};
-use crate::control::{Called, Request, call, no_such_device};
-use crate::failure::{Failure, Outcome};
-use crate::info::backing::is_behind;
-use crate::info::{DeviceInfo, FileId};
-use crate::state::{Fate, Found, Remains, StateDir, check_name};
 
 #[derive(Serialize, Debug)]
 #[serde(untagged)]

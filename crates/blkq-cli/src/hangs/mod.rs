@@ -16,8 +16,8 @@ use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
 use blkq::hang::{Hang, HangCompletion, HangScan, Place};
 use blkq::{Disk, EngineHandle, Failures, PeriodicThread, Wakeup};
+use blkq_protocol::failure::Outcome;
 
-use crate::failure::Outcome;
 use crate::hangs::io_errors::IoErrorLog;
 
 /// Number of scans within the time that a request may take. The interval is limited by the two constants

@@ -14,12 +14,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::control::{REPLY_BYTES_MAX, Reply};
-use crate::daemon::LaunchMessage;
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
+use blkq_protocol::control::{REPLY_BYTES_MAX, Reply};
+use blkq_protocol::daemon::LaunchMessage;
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::options::{AttachOptions, Record};
+
 use crate::launch::descriptors::inherit_standard_only;
-use crate::options::{AttachOptions, Record};
 use crate::output::print_line;
 
 /// How long to wait for the exit of a daemon that failed to start.

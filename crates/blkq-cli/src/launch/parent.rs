@@ -2,9 +2,8 @@
 
 use std::sync::OnceLock;
 
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
-
-use crate::failure::{Failure, Outcome};
 
 static STARTED_BY: OnceLock<Option<Pid>> = OnceLock::new();
 

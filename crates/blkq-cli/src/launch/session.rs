@@ -3,14 +3,13 @@
 use std::fs::File;
 use std::io::{Read, Write};
 
+use blkq_protocol::control::{REPLY_BYTES_MAX, Reply, reply_line};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::system::signals;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, WaitOptions, setsid, waitpid};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-
-use crate::control::{REPLY_BYTES_MAX, Reply, reply_line};
-use crate::failure::{Failure, Outcome};
-use crate::system::signals;
 
 /// Runs `work` in a child process and returns its result. Ctrl-C, the end of the terminal session, SIGTERM
 /// and even SIGKILL of this process do not stop `work`. Fails if `work` fails, or if the child process cannot

@@ -3,9 +3,9 @@
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::failure::{Failure, Outcome};
 use crate::launch::descriptors::close_from;
 
 /// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.

@@ -19,9 +19,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use blkq_export::{Listen, Listener};
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::event::{EventfdFlags, eventfd};
-
-use crate::failure::{Failure, Outcome};
 
 pub use page::Sample;
 

@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::{Counter, StatGroup, Status};
 use blkq_export::Counted;
-
-use crate::control::statistics::{Nbd, Statistics, VhostUser};
+use blkq_protocol::control::statistics::{Nbd, Statistics, VhostUser};
 
 /// The latency buckets end just below these powers of two nanoseconds: from 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);

@@ -2,11 +2,11 @@
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::info::backing::{Backing, shown_path};
 use serde_json::Value;
 
-use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
-use crate::info::backing::{Backing, shown_path};
 use crate::output::table::Align;
 use blkq::units::format_bytes;
 

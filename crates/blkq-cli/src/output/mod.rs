@@ -6,7 +6,7 @@ pub mod table;
 use std::io::Write;
 use std::process::ExitCode;
 
-use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 
 /// Prints `text` on standard output, without buffering. If the reader of a pipe has closed its end, the
 /// process exits with 0 and prints nothing more.

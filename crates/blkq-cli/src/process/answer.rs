@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blkq_export::peer::Peer;
+use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use blkq_protocol::failure::{EXIT_LEFT, Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
 use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
-use crate::control::resize::NewSize;
-use crate::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
-use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
 
 /// More commands at the same time are rejected.

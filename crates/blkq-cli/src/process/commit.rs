@@ -1,13 +1,13 @@
 use std::os::unix::net::UnixStream;
 
 use blkq_drivers::qcow2::BaseFiles;
+use blkq_protocol::control::{BegunCommit, Committed};
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::shared::Shared;
 use super::snapshot::{receive_files, recorded};
 use super::trace::client_of;
-use crate::control::{BegunCommit, Committed};
-use crate::failure::{Failure, Outcome};
 use crate::log;
 
 /// Cancels the commit if the client closes the connection or sends anything. `image` is the backing file in

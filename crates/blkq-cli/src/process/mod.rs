@@ -17,21 +17,21 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use blkq_protocol::control::{Reply, line_of, reply_line};
+use blkq_protocol::daemon::{Obstacle, Operation, Parent, Serve};
+use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
+use blkq_protocol::info::{BlockDevice, DeviceInfo};
+use blkq_protocol::options::AttachOptions;
+use blkq_protocol::state::{Claim, Orphan, StateDir};
+use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
 
-use crate::control::{Reply, line_of, reply_line};
-use crate::daemon::{Obstacle, Operation, Parent, Serve};
 use crate::device::{self, Device, FLUSHES_IGNORED};
-use crate::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
-use crate::info::{BlockDevice, DeviceInfo};
-use crate::options::AttachOptions;
 use crate::pid_file::PidFile;
 use crate::sandbox::operations::OPERATIONS;
-use crate::state::{Claim, Orphan, StateDir};
-use crate::system::signals::{self, Signal, Signals};
 use crate::{log, sandbox};
 
 use answer::{accept, answer};

@@ -1,10 +1,11 @@
 use std::fs::File;
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{Setting, is_removed, parse_new_group_name};
+
 use super::shared::{Shared, Stage};
 use crate::device::Change;
-use crate::failure::{Failure, Outcome};
 use crate::log;
-use crate::options::{Setting, is_removed, parse_new_group_name};
 
 impl Shared {
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {

@@ -6,15 +6,15 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DaemonState;
+use blkq_protocol::state::overwrite_state;
+use blkq_protocol::system::signals::Signal;
 use rustix::process::Uid;
 
 use super::systemd::notify;
 use crate::device::Device;
-use crate::failure::{Failure, Outcome};
-use crate::info::DaemonState;
 use crate::log;
-use crate::state::overwrite_state;
-use crate::system::signals::Signal;
 use blkq::units::format_bytes;
 
 /// How long a daemon that leaves its device to the next daemon waits until other commands have been answered.
@@ -334,11 +334,11 @@ mod tests {
     use std::sync::mpsc::{Receiver, channel};
 
     use blkq::testing::wait_until;
+    use blkq_protocol::harness::{options, scratch};
+    use blkq_protocol::state::{Claim, StateDir};
     use rustix::process::geteuid;
 
     use super::*;
-    use crate::harness::{options, scratch};
-    use crate::state::{Claim, StateDir};
 
     struct Served {
         dir: StateDir,

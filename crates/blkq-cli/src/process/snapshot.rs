@@ -6,13 +6,13 @@ use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use blkq_protocol::control::{CHANGE_TIMEOUT, FILES_MAX, Snapshotted};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::Record;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::shared::Shared;
-use crate::control::{CHANGE_TIMEOUT, FILES_MAX, Snapshotted};
-use crate::failure::{Failure, Outcome};
 use crate::log;
-use crate::options::Record;
 
 /// How long the I/O of this device waits for the other devices of a snapshot.
 const OTHERS_TIMEOUT: Duration = Duration::from_secs(10);

@@ -4,14 +4,14 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 
 use blkq_export::peer::Peer;
+use blkq_protocol::control::{Reply, line_of};
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
 
 use super::shared::Shared;
-use crate::control::{Reply, line_of};
-use crate::failure::{Failure, Outcome};
 use crate::log;
 
 /// Traces the device until the client closes the connection or sends anything. The reply is sent when the

@@ -3,14 +3,13 @@
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
     remove_capability_from_bounding_set, set_capabilities,
 };
-
-use crate::failure::{Failure, Outcome};
 
 /// Number of capability bits to try. The kernel has fewer capabilities, and rejects the first invalid one.
 const NUMBERS: u32 = 63;

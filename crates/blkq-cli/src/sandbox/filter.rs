@@ -1,7 +1,8 @@
 use std::mem::offset_of;
 
+use blkq_protocol::failure::{Failure, Outcome};
+
 use super::seccomp::{Argument, Call, DEADLY};
-use crate::failure::{Failure, Outcome};
 
 /// `AUDIT_ARCH_*` of linux/audit.h. Other architectures of the same processor number the calls differently.
 #[cfg(target_arch = "x86_64")]

@@ -3,10 +3,9 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
+use blkq_protocol::failure::{Failure, Outcome};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
-
-use crate::failure::{Failure, Outcome};
 
 // `LANDLOCK_CREATE_RULESET_VERSION`.
 const VERSION_FLAG: u32 = 1;

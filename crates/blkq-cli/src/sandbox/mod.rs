@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 
 use blkq::ring::{self, Policy};
 use blkq_export::ublk::{self, CONTROL_PATH, SETTINGS_DIRECTORY};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::Confinement;
 use rustix::thread::{CapabilitySet, set_no_new_privs};
 
-use crate::failure::{Failure, Outcome};
-use crate::info::Confinement;
 use crate::sandbox::operations::OPERATIONS;
 use landlock::Landlock;
 

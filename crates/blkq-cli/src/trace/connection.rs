@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use blkq::ErrorKind;
 use blkq::trace::TraceMemory;
-
-use crate::control::{Dialogue, Request, ask};
-use crate::failure::{Failure, Outcome};
-use crate::state::StateDir;
+use blkq_protocol::control::{Dialogue, Request, ask};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::state::StateDir;
 
 use super::rings::Rings;
 

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::output;
-
-use crate::failure::{Failure, Outcome};
+use blkq_protocol::failure::{Failure, Outcome};
 
 use super::blktrace::{self, Encoder};
 use super::chrome::{self, ChromeWriter};
@@ -184,7 +183,7 @@ mod tests {
 
     #[test]
     fn files_of_an_earlier_trace_are_not_part_of_the_next() {
-        let dir = crate::harness::scratch("trace-files");
+        let dir = blkq_protocol::harness::scratch("trace-files");
         let mut start = TraceStart { name: "a", queues: 3, time_ns: 1, since_epoch: Duration::ZERO };
         let names = |start: &TraceStart<'_>| -> Vec<String> {
             let Ok(files) = Output::files(dir.path(), start).unwrap().finish() else { panic!("written") };

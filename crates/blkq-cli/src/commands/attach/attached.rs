@@ -1,9 +1,10 @@
 //! A device that `attach` has attached, or has found with --nooverlap.
 
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::state::StateDir;
+
 use crate::commands::detach;
-use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
-use crate::state::StateDir;
 
 #[derive(Debug)]
 pub struct Attached {

@@ -8,9 +8,8 @@ use std::thread;
 
 use blkq::units::format_bytes;
 use blkq_drivers::DriverSpec;
-
-use crate::failure::{Failure, Outcome};
-use crate::options::image_text;
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::image_text;
 
 /// Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
@@ -106,8 +105,9 @@ impl Drop for NewImage {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::harness::scratch;
+
     use super::*;
-    use crate::harness::scratch;
 
     #[test]
     fn a_new_image_is_sparse_private_and_removed_unless_kept() {

@@ -13,14 +13,14 @@ use std::process::ExitCode;
 
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
+use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::options::{AttachOptions, Export, Format, headings};
 use clap::{ArgAction, Parser};
 
 use crate::config::with_defaults;
-use crate::daemon::{Parent, Serve};
-use crate::failure::{Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
 use crate::launch::{Launched, Program, parent, report, systemd, warn};
-use crate::options::{AttachOptions, Export, Format, headings};
 use crate::output::print_json;
 
 pub use attached::Attached;

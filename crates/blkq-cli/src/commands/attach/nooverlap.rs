@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
+use blkq_protocol::control::{Called, Request, call};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::backing::{Backing, Window, fact};
+use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::options::{AttachOptions, Format, Setting, image_text};
+use blkq_protocol::state::{Fate, StateDir};
 
 use super::attached::Attached;
-use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
-use crate::failure::{Failure, Outcome};
-use crate::info::backing::{Backing, Window, fact};
-use crate::info::{DeviceInfo, FileId};
-use crate::options::{AttachOptions, Format, Setting, image_text};
-use crate::state::{Fate, StateDir};
 
 /// The longest wait for devices that are starting or stopping.
 const SETTLE_WAIT: Duration = Duration::from_secs(5);

@@ -5,10 +5,10 @@ use std::path::Path;
 use blkq::{Error, ErrorKind};
 use blkq_drivers::qcow2::Base;
 use blkq_drivers::{DriverSpec, ImageFormat, detect_format};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::options::{AttachOptions, Format, image_text};
 
 use super::create::{NewImage, directory_of};
-use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Format, image_text};
 
 /// The options for the overlay `file`. `options` are those for its backing file.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {

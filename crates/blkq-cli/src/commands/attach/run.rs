@@ -6,13 +6,14 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::options::{AttachOptions, Tls};
+use blkq_protocol::state::StateDir;
+
 use crate::commands::detach::{self, Detached};
 use crate::devices::uri::unescaped;
-use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use crate::info::DeviceInfo;
 use crate::launch::Launched;
-use crate::options::{AttachOptions, Tls};
-use crate::state::StateDir;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;

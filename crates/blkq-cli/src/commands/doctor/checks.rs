@@ -7,12 +7,12 @@ use blkq::text::shell_word;
 use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::state::StateDir;
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 
 use super::finding::Finding;
-use crate::daemon::Serve;
-use crate::state::StateDir;
 
 /// The oldest kernel whose io_uring has all operations that an engine needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);

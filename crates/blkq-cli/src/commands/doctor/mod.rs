@@ -6,10 +6,10 @@ mod finding;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use blkq_protocol::daemon::Serve;
+use blkq_protocol::failure::{EXIT_FAILED, Outcome};
 use serde::Serialize;
 
-use crate::daemon::Serve;
-use crate::failure::{EXIT_FAILED, Outcome};
 use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
 

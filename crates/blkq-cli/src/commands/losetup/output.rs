@@ -1,9 +1,9 @@
 //! Formats of losetup(8): tables and JSON as libsmartcols prints them, and the older lines of text.
 
 use blkq::text::{escape, escaped, is_control};
+use blkq_protocol::info::DeviceInfo;
+use blkq_protocol::info::backing::{Backing, shown_path};
 
-use crate::info::DeviceInfo;
-use crate::info::backing::{Backing, shown_path};
 use crate::output::columns::{Cell, Column, device_word};
 use crate::output::table::render_apart;
 

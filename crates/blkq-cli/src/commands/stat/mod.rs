@@ -7,13 +7,14 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use crate::control::statistics::Statistics;
-use crate::control::{Request, ask_if_there, no_such_device};
+use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::control::{Request, ask_if_there, no_such_device};
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::state::StateDir;
+use blkq_protocol::system::timestamp::rfc3339;
+
 use crate::devices::name_of;
-use crate::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use crate::output::{print, print_json};
-use crate::state::StateDir;
-use crate::system::timestamp::rfc3339;
 use crate::{completion, usage};
 
 use overview::overview;

@@ -55,9 +55,10 @@ fn row(figures: &Figures) -> [String; HEADS.len()] {
 
 #[cfg(test)]
 mod tests {
+    use blkq_protocol::control::statistics::Statistics;
+
     use super::super::report::tests::counted;
     use super::*;
-    use crate::control::statistics::Statistics;
 
     #[test]
     fn each_device_has_a_line_and_idle_devices_are_counted() {

@@ -2,11 +2,11 @@
 
 use blkq::StatGroup;
 use blkq_export::{COUNTER_ROWS, Counted};
+use blkq_protocol::control::statistics::{Gate, Nbd, Throttle, VhostUser};
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
 use super::report::{Batches, Figures, Flushes, Group, Report, Throttled};
-use crate::control::statistics::{Gate, Nbd, Throttle, VhostUser};
 use crate::output::table::{Align, render};
 
 impl Report {
@@ -221,10 +221,10 @@ fn by_status(counts: &Map<String, Value>) -> String {
 #[cfg(test)]
 mod tests {
     use blkq::StatsSnapshot;
+    use blkq_protocol::control::statistics::Statistics;
 
     use super::super::report::tests::counted;
     use super::*;
-    use crate::control::statistics::Statistics;
 
     #[test]
     fn a_page_is_aligned_and_omits_idle_parts() {

@@ -5,12 +5,12 @@ use std::time::SystemTime;
 
 use blkq::stats::{GroupSnapshot, Histogram};
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
+use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
+use blkq_protocol::system::timestamp::rfc3339;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::histogram::bars;
-use crate::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
-use crate::system::timestamp::rfc3339;
 
 pub struct Report {
     pub figures: Figures,

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::failure::Outcome;
+
 use super::row::Row;
 use crate::commands::stat::report::Report;
-use crate::control::statistics::Statistics;
-use crate::failure::Outcome;
 
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
@@ -120,10 +121,10 @@ impl Devices {
 #[cfg(test)]
 pub mod tests {
     use blkq::{Counter, StatGroup, StatsSnapshot};
+    use blkq_protocol::control::statistics::{Nbd, QueueSums};
+    use blkq_protocol::failure::Failure;
 
     use super::*;
-    use crate::control::statistics::{Nbd, QueueSums};
-    use crate::failure::Failure;
 
     /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB.
     pub fn statistics(second: u64, ios: u64, latency_ns: u64) -> Statistics {

@@ -203,6 +203,7 @@ fn bar(row: &Row, width: u16, theme: Theme, buffer: &mut Buffer, area: Rect, (x,
 mod tests {
     use std::time::{Duration, Instant};
 
+    use blkq_protocol::failure::Failure;
     use ratatui_core::backend::TestBackend;
     use ratatui_core::style::Modifier;
     use ratatui_core::terminal::Terminal;
@@ -210,7 +211,6 @@ mod tests {
     use super::super::keys::Key;
     use super::super::view::tests::view;
     use super::*;
-    use crate::failure::Failure;
 
     const PLAIN: Theme = Theme { unicode: false, colour: false };
 

@@ -18,15 +18,15 @@ use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
+use blkq_protocol::state::StateDir;
+use blkq_protocol::system::signals::{self, Signal, Signals};
 use ratatui_core::terminal::Terminal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::output::table::{Align, render};
 use crate::output::{print, print_json};
-use crate::state::StateDir;
-use crate::system::signals::{self, Signal, Signals};
 
 use devices::Devices;
 use keys::Keys;

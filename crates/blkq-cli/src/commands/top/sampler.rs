@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
-use crate::control::statistics::Statistics;
-use crate::control::{Request, ask_if_there};
-use crate::failure::{Failure, Outcome};
-use crate::state::StateDir;
+use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::control::{Request, ask_if_there};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::state::StateDir;
 
 /// Less than the default, because there is one thread for each device.
 const STACK_BYTES: usize = 256 << 10;
@@ -109,9 +109,10 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::time::Duration;
 
+    use blkq_protocol::control::reply_line;
+    use blkq_protocol::harness::scratch;
+
     use super::*;
-    use crate::control::reply_line;
-    use crate::harness::scratch;
     use blkq::testing::wait_for;
 
     #[test]

@@ -11,6 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use blkq_protocol::failure::{Failure, Outcome};
 use ratatui_core::backend::{Backend, ClearType, WindowSize};
 use ratatui_core::buffer::Cell;
 use ratatui_core::layout::{Position, Size};
@@ -18,8 +19,6 @@ use ratatui_core::style::{Color, Modifier, Style};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
-
-use crate::failure::{Failure, Outcome};
 
 /// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences).
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[0m\x1b[2J";
