@@ -18,7 +18,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
-use blkq_cli::process::Daemon;
+use blkq_daemon::process::Daemon;
 use blkq_protocol::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
 use blkq_protocol::daemon::{Parent, Serve};
 use blkq_protocol::info::DeviceInfo;

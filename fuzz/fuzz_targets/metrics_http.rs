@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
-use blkq_cli::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Rejection, parse};
-use blkq_cli::process::Daemon;
+use blkq_daemon::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Rejection, parse};
+use blkq_daemon::process::Daemon;
 use blkq_protocol::daemon::{Parent, Serve};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;

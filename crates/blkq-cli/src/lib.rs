@@ -1,8 +1,7 @@
 //! The `blkq` command: attaches images as block devices and manages them.
 //!
 //! `attach` starts one daemon per device. The other commands find the daemon by the name of the device in the state
-//! directory ([`blkq_protocol::state`]), and send it requests over its control socket ([`blkq_protocol::control`]). In
-//! the daemon, [`device`] connects the block layer to the image and to the exports.
+//! directory ([`blkq_protocol::state`]), and send it requests over its control socket ([`blkq_protocol::control`]).
 
 // Nothing outside of this workspace uses this library. Its items are documented where that helps a
 // maintainer.
@@ -18,16 +17,9 @@ use clap_complete::CompleteEnv;
 pub mod commands;
 pub mod completion;
 pub mod config;
-pub mod device;
 pub mod devices;
-pub mod hangs;
 pub mod launch;
-pub mod log;
-pub mod metrics;
 pub mod output;
-pub mod pid_file;
-pub mod process;
-pub mod sandbox;
 pub mod trace;
 pub mod usage;
 

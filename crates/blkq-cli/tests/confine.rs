@@ -17,9 +17,8 @@ use std::time::Duration;
 
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Bio, Completion, Cqe, Disk, EngineThread, IoBuffer, Sector, Setting, Source, SourceContext};
+use blkq_daemon::sandbox::{self, Needs, landlock_abi};
 use io_uring::{opcode, types};
-
-use blkq_cli::sandbox::{self, Needs, landlock_abi};
 
 const CASE: &str = "BLKQ_CONFINE_CASE";
 

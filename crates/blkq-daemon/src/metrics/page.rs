@@ -231,7 +231,7 @@ fn escape(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "../../tests/exposition/mod.rs"]
+#[path = "../../../blkq-cli/tests/exposition/mod.rs"]
 mod exposition;
 
 #[cfg(test)]
