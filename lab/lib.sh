@@ -17,6 +17,7 @@ FAILED=0
 FAILURES=()
 LATE_PASSES=()
 LEFT_OUT=()
+CONCURRENT=()
 
 die() {
     printf '%s: %s\n' "${0##*/}" "$*" >&2
@@ -171,6 +172,44 @@ clean_up() {
     daemons | xargs -r kill -9
     wait_for 20 no_daemon || true
     find "$BLKQ_STATE_DIR" -mindepth 1 -delete
+}
+
+# concurrently COMMAND...: runs COMMAND, which calls step or counts as step does, in the background, with scratch and
+# state directories of its own. At most one runs per processor. Only for steps that measure no times.
+concurrently() {
+    local own=$SCRATCH/concurrent.${#CONCURRENT[@]} running
+    while mapfile -t running < <(jobs -rp) && [[ ${#running[@]} -ge $CLOCK_PROCESSORS ]]; do
+        wait -n "${running[@]}"
+    done
+    in_own_directories "$own" "$@" >"$own.out" 2>&1 &
+    CONCURRENT+=("$!")
+}
+
+# The process of concurrently, whose variables the script does not see.
+in_own_directories() { # DIRECTORY COMMAND...
+    trap finish EXIT
+    trap 'exit 130' INT TERM
+    SCRATCH=$1 BLKQ_STATE_DIR=$1/state PASSED=0 FAILED=0 FAILURES=() LEFT_OUT=()
+    mkdir -p -m 700 "$BLKQ_STATE_DIR"
+    shift
+    "$@"
+    declare -p PASSED FAILED FAILURES LEFT_OUT >"$SCRATCH.counts"
+}
+
+# Waits for the commands of concurrently. Prints what they printed, in their order, and adds their counts.
+gather() {
+    local number own passed=$PASSED failed=$FAILED failures=("${FAILURES[@]}") omitted=("${LEFT_OUT[@]}")
+    for number in "${!CONCURRENT[@]}"; do
+        own=$SCRATCH/concurrent.$number
+        wait "${CONCURRENT[number]}"
+        cat "$own.out"
+        PASSED=0 FAILED=1 FAILURES=("concurrent command $number, which was stopped") LEFT_OUT=()
+        # declare would make the variables local here.
+        [[ ! -s $own.counts ]] || eval "$(sed 's/^declare -[^ ]* //' "$own.counts")"
+        passed=$((passed + PASSED)) failed=$((failed + FAILED))
+        failures+=("${FAILURES[@]}") omitted+=("${LEFT_OUT[@]}")
+    done
+    PASSED=$passed FAILED=$failed FAILURES=("${failures[@]}") LEFT_OUT=("${omitted[@]}") CONCURRENT=()
 }
 
 leave_out() {
