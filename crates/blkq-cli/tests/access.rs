@@ -1,13 +1,10 @@
 //! Access to the sockets of a device.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use place::*;
+use crate::place::*;
 
 /// The number of a group that this process may assign to a file.
 fn group() -> u32 {

@@ -1,6 +1,5 @@
 //! `blkq bench` as a user runs it: the JSON documents, the counters that prove each mechanism, and files
 //! that must not be left over. No test asserts a speed.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use blkq::testing::wait_until;
 use std::fs;

@@ -1,15 +1,12 @@
 //! The file or table of the bitmaps may be unusable: the image is attached nevertheless, and nothing is overwritten.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use place::qemu::*;
-use place::*;
+use crate::place::qemu::*;
+use crate::place::*;
 
 const OTHER_UID: u32 = 65534;
 

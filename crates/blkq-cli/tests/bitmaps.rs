@@ -1,15 +1,12 @@
 //! Allocation depth and dirty bitmaps over NBD, compared with QEMU's programs on the same images.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::process::{Command, Stdio};
 
-use place::client::{kept_image, kill_and_wait};
-use place::qemu::*;
-use place::*;
+use crate::place::client::{kept_image, kill_and_wait};
+use crate::place::qemu::*;
+use crate::place::*;
 
 #[test]
 fn allocation_depth_is_what_qemu_nbd_reports() {

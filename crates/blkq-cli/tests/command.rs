@@ -1,7 +1,4 @@
 //! The `blkq` command as a user runs it: real processes, sockets and files.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::{wait_for, wait_until};
 use std::fs;
@@ -10,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
 
-use place::*;
+use crate::place::*;
 use rustix::process::Signal;
 use serde_json::Value;
 

@@ -1,7 +1,4 @@
 //! Block commits of devices in use: the backing file receives all data, and clients see no error.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -14,8 +11,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use place::client::*;
-use place::*;
+use crate::place;
+use crate::place::client::*;
+use crate::place::*;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,

@@ -1,13 +1,10 @@
 //! `blkq attach --config`, `blkq config` and `blkq list --configured`.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
 
-use place::*;
+use crate::place::*;
 use serde_json::{Value, json};
 
 /// A place with configuration files, given as name and text.

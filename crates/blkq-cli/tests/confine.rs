@@ -1,7 +1,6 @@
 //! Tries actions that confined threads must not take. Each case runs in a separate process: the test
 //! program again, with the name of the case.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -24,7 +23,7 @@ const CASE: &str = "BLKQ_CONFINE_CASE";
 
 fn run(case: &str) -> ExitStatus {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "in_a_process_of_its_own", "--nocapture", "--ignored"]).env(CASE, case);
+    command.args(["--exact", "confine::in_a_process_of_its_own", "--nocapture", "--ignored"]).env(CASE, case);
     let mut child = command.spawn().unwrap();
     let status = child.wait().unwrap();
     // The confined process cannot remove its files.

@@ -1,7 +1,4 @@
 //! Daemons as processes: signals, the service manager, the control socket, descriptors and privileges.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -12,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use place::*;
+use crate::place::*;
 
 // Contract: bounded-input
 #[test]

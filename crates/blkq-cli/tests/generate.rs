@@ -1,13 +1,10 @@
 //! The manual pages and completions of `blkq generate`, and what they say about other commands.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use place::*;
+use crate::place::*;
 use serde_json::Value;
 
 #[test]

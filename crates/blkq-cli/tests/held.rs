@@ -1,13 +1,10 @@
 //! `--on-error`: failed requests are held until `blkq resume`, and other commands and events meanwhile.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::io::Read;
 use std::time::Duration;
 
-use place::{Place, has_exited, kill, reply, request, session};
+use crate::place::{self, Place, has_exited, kill, reply, request, session};
 
 const FAULT: &str = "error=ENOSPC,op=write";
 

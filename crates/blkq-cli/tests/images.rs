@@ -1,7 +1,4 @@
 //! Images as users attach them: in other formats, in use by other processes, under several paths.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -9,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 
-use place::*;
+use crate::place::*;
 
 fn run(program: &str, words: &[&str]) -> String {
     let output = Command::new(program).args(words).output().unwrap();

@@ -1,12 +1,9 @@
 //! Kills commands at each of their steps. A daemon must serve the device afterwards, or a new daemon must be able to.
-#![allow(clippy::unwrap_used, reason = "a test")]
 
-mod place;
-
+use crate::place::client::Client;
+use crate::place::killing::{Victim, kill_at};
+use crate::place::{Place, kill};
 use blkq::testing::wait_until;
-use place::client::Client;
-use place::killing::{Victim, kill_at};
-use place::{Place, kill};
 use serde_json::json;
 
 /// Attaches a disk of a virtual machine and changes its settings.

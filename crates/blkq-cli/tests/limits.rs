@@ -1,10 +1,7 @@
 //! I/O limits of attached devices.
-#![allow(clippy::unwrap_used, reason = "a test")]
 
-mod place;
-
+use crate::place::{Place, reply, request, session};
 use blkq::testing::wait_until;
-use place::{Place, reply, request, session};
 
 #[test]
 fn requests_that_wait_for_a_limit_are_logged_as_no_hangs() {

@@ -1,12 +1,9 @@
 //! Adding a dirty bitmap stores its name and allocates its space in the image immediately.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::fs;
 
-use place::qemu::*;
-use place::*;
+use crate::place::qemu::*;
+use crate::place::*;
 
 /// Attaches `image` as device `q`. Returns the URI and the warnings.
 fn attach(place: &Place, image: &str, format: &str) -> (String, String) {

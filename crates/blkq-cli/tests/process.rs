@@ -1,7 +1,4 @@
 //! Process behaviour of the daemon: signals, inherited descriptors, socket activation, its name in ps.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -13,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use place::*;
+use crate::place::*;
 use rustix::process::Signal;
 
 /// Numbers and names of the threads of a process, without io_uring workers (`iou-*`), which block all

@@ -1,15 +1,12 @@
 //! qcow2 images, attached and used over NBD by QEMU's programs, and checked by them afterwards.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
 use std::net::TcpListener;
 use std::process::Command;
 
-use place::qemu::*;
-use place::*;
+use crate::place::qemu::*;
+use crate::place::*;
 
 #[test]
 fn qemu_writes_over_nbd_what_it_then_finds_in_the_image() {

@@ -1,13 +1,10 @@
 //! The reports of `blkq list`, `show` and `stat`, for people and for programs.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use std::io::{BufRead, BufReader, Lines};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use place::*;
+use crate::place::*;
 use serde_json::Value;
 
 fn start(place: &Place, words: &[&str]) -> (Child, Lines<BufReader<ChildStdout>>) {

@@ -1,12 +1,9 @@
 //! A device in use shrinks only with --force.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
 
-use place::*;
+use crate::place::*;
 
 // Contract: live-changes
 #[test]

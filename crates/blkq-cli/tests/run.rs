@@ -1,14 +1,11 @@
 //! `blkq attach --run`, `--exit-with-parent`, `--pid-file` and `--export-name`.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use place::*;
+use crate::place::*;
 use rustix::process::Signal;
 
 /// Runs `script` with a device until it has printed a line.

@@ -1,7 +1,5 @@
 //! Snapshots of devices in use: the old image keeps its data, and clients see no error.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
-mod place;
 use blkq::testing::assert_stays;
 use std::fs;
 use std::io::{IoSlice, Read, Write};
@@ -9,8 +7,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
-use place::client::*;
-use place::*;
+use crate::place::client::*;
+use crate::place::*;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 #[test]

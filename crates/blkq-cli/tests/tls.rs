@@ -1,8 +1,5 @@
 //! TLS as a user sets it up: the commands that docs/nbd.md shows, certificates that change, and the log.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -11,7 +8,7 @@ use std::net::TcpListener;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use place::*;
+use crate::place::*;
 use rustix::process::Signal;
 
 /// The commands under "Quick start" in docs/nbd.md, with `port` as the port.

@@ -1,7 +1,4 @@
 //! `blkq upgrade` of a virtual machine's disk, also to a daemon that fails to start.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod place;
 
 use blkq::testing::wait_until;
 use std::fs::{self, File};
@@ -11,8 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use place::client::{keep_state, kept_image, kill_and_wait};
-use place::{Place, kill};
+use crate::place::client::{keep_state, kept_image, kill_and_wait};
+use crate::place::{self, Place, kill};
 use serde_json::json;
 
 const SET: [&str; 6] =

@@ -1,9 +1,6 @@
 //! Usage errors and refusals: exit codes and messages.
-#![allow(clippy::unwrap_used, reason = "a failure here fails the test")]
 
-mod place;
-
-use place::Place;
+use crate::place::Place;
 
 #[test]
 fn wrong_usage_and_refusals_have_exit_codes_of_their_own() {

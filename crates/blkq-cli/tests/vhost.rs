@@ -1,9 +1,4 @@
 //! Devices for virtual machines. libblkio's front end (crate virtio-driver) represents the virtual machine.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-#[path = "../../blkq-export/tests/vhost/front_end.rs"]
-mod front_end;
-mod place;
 
 use blkq::testing::{assert_stays, wait_until};
 use std::fs;
@@ -11,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-use place::*;
+use crate::place::*;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use virtio_driver::{
@@ -132,7 +127,7 @@ fn a_socket_elsewhere_is_for_its_group() {
 
 /// Kills a daemon under load, and attaches its device again: each request completes exactly once.
 fn kill_under_load(test: &str, options: &[&str]) {
-    use front_end::{DATA, FEATURES, FrontEnd};
+    use crate::front_end::{DATA, FEATURES, FrontEnd};
     let place = Place::new(test);
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
@@ -197,7 +192,7 @@ fn requests_in_registered_memory_survive_a_killed_daemon() {
 // Contract: bounded-input
 #[test]
 fn a_full_call_eventfd_does_not_block_the_device() {
-    use front_end::{FEATURES, FrontEnd, withstand_refills};
+    use crate::front_end::{FEATURES, FrontEnd, withstand_refills};
     // Memory after the rings.
     const AT: usize = 6 << 20;
     let place = Place::new("vhost-filled");
@@ -222,7 +217,7 @@ fn a_full_call_eventfd_does_not_block_the_device() {
 // Contract: bounded-input
 #[test]
 fn few_open_files_are_enough_for_one_ring() {
-    use front_end::{DATA, FEATURES, FrontEnd};
+    use crate::front_end::{DATA, FEATURES, FrontEnd};
     let place = Place::new("vhost-few");
     let image = place.image("image", 8 << 20);
     let limited = ["-c", "ulimit -n 64 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_blkq")];
@@ -254,7 +249,7 @@ fn pinned_kib(pid: i32) -> u64 {
 
 #[test]
 fn registered_memory_is_shown_and_survives_an_upgrade() {
-    use front_end::{DATA, FEATURES, FrontEnd};
+    use crate::front_end::{DATA, FEATURES, FrontEnd};
     // Less than what a user may lock by default.
     const SHARED: usize = 2 << 20;
     let place = Place::new("vhost-reg");
@@ -297,7 +292,7 @@ fn registered_memory_is_shown_and_survives_an_upgrade() {
 /// takes some of that, and the kernel refuses.
 #[test]
 fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
-    use front_end::{DATA, FEATURES, FrontEnd, MEMORY};
+    use crate::front_end::{DATA, FEATURES, FrontEnd, MEMORY};
     use std::os::unix::fs::chown;
     use std::os::unix::process::CommandExt;
     const USER: u32 = 61_234;
@@ -358,7 +353,7 @@ fn an_upgrade_hands_a_guest_of_a_qcow2_image_over() {
 
 /// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
 fn hand_over(test: &str, format: &str) {
-    use front_end::{DATA, FEATURES, FrontEnd, GET_CONFIG, SET_CONFIG, words};
+    use crate::front_end::{DATA, FEATURES, FrontEnd, GET_CONFIG, SET_CONFIG, words};
     let place = Place::new(test);
     let image = place.dir.join("image").to_str().unwrap().to_owned();
     let create = ["create", "-q", "-f", format, &image, "8M"];

@@ -1,8 +1,4 @@
 //! Hang warnings, statistics and metrics, as a user sees them.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod exposition;
-mod place;
 
 use blkq::testing::{assert_stays, wait_until};
 use std::fs;
@@ -13,8 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use exposition::{Exposition, check};
-use place::*;
+use crate::exposition::{Exposition, check};
+use crate::place::*;
 
 /// The time after which the metrics endpoint closes a connection.
 const SLOW_CLIENT: Duration = Duration::from_secs(5);

@@ -1,5 +1,4 @@
 //! The NBD handshake, compared with byte sequences from the specification.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 use blkq_export::nbd::contexts::{Contexts, OfferedBitmap};
 use blkq_export::nbd::handshake::{

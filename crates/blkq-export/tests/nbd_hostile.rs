@@ -1,15 +1,12 @@
 //! The NBD server with clients that attack it or die: other clients are not affected, and no resource leaks.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use blkq::testing::{assert_stays, wait_until};
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
+use crate::nbd::*;
 use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
-use nbd::*;
 
 fn assert_serves(served: &Served) {
     let mut client = served.client(ReplyStyle::Structured);

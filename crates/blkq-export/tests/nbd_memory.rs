@@ -1,15 +1,12 @@
 //! The NBD server with clients that request much memory: in a process of its own, whose memory is measured.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use blkq::testing::wait_until;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use crate::nbd::*;
 use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
-use nbd::*;
 
 /// The resident memory of this process in KiB.
 fn resident_kib() -> u64 {

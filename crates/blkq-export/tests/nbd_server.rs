@@ -1,7 +1,4 @@
 //! The NBD server over real sockets, with well-behaved clients.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
@@ -13,6 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::nbd::*;
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::testing::wait_until;
@@ -24,7 +22,6 @@ use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_export::Listen;
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, NbdServer};
-use nbd::*;
 use rustix::net::{AddressFamily, SocketType};
 
 const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];

@@ -1,17 +1,14 @@
 //! Large reads are split into parts if the client negotiated structured replies.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use std::sync::atomic::Ordering;
 
+use crate::nbd::*;
 use blkq::random::Random;
 use blkq::testing::wait_until;
 use blkq::{Disk, StatGroup};
 use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
-use nbd::*;
 
 const PART: usize = 128 << 10;
 const SPLIT_STYLES: [ReplyStyle; 2] = [ReplyStyle::Structured, ReplyStyle::Extended];

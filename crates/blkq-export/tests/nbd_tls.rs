@@ -1,8 +1,5 @@
 //! Certificate directories that would let the wrong clients in, and handshakes while the worker is busy.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use std::io::Write;
 use std::ops::Range;
@@ -11,12 +8,12 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
+use crate::nbd::pki::Pki;
+use crate::nbd::{self, option_bytes, options, ram, serve};
 use blkq::testing::wait_until;
 use blkq::{Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, Reason, TlsCertificates, TlsOptions};
-use nbd::pki::Pki;
-use nbd::{option_bytes, options, ram, serve};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};

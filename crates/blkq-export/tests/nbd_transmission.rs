@@ -1,5 +1,4 @@
 //! NBD requests and replies, compared with byte sequences from the specification.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 use blkq::Status;
 use blkq_export::nbd::contexts::{ContextStatus, Contexts, StatusExtent};

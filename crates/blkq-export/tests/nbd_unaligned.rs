@@ -1,7 +1,4 @@
 //! Unaligned NBD requests, compared with an array of bytes, and several of them at the same time.
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-mod nbd;
 
 use std::fs::File;
 use std::os::unix::net::UnixStream;
@@ -9,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::nbd::*;
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::testing::wait_until;
@@ -17,7 +15,6 @@ use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};
-use nbd::*;
 use proptest::prelude::*;
 
 const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];

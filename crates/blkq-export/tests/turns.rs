@@ -1,11 +1,5 @@
 //! An engine spends no more than its budget per turn on each source, whatever the clients send.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod nbd;
-mod vhost;
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -13,13 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 
+use crate::front_end::{DATA, F_INDIRECT, FEATURES, FrontEnd, SIZE};
+use crate::nbd;
+use crate::vhost;
 use blkq::testing::wait_until;
 use blkq::{Completion, Cqe, Disk, EngineHandle, Error, Source, SourceContext, TURN_BUDGET};
 use blkq_export::Listen;
 use blkq_export::nbd::NbdServer;
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
-use front_end::{DATA, F_INDIRECT, FEATURES, FrontEnd, SIZE};
 
 /// Records the largest growth of a counter in one turn of an engine.
 struct Probe<F> {

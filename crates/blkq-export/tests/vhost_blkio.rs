@@ -1,17 +1,14 @@
 //! vhost-user-blk with the crate libblkio: a disk of a program, without a guest.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-mod vhost;
 
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
+use crate::vhost::{SIZE, Served, image, serve};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags, iovec};
 use blkq::Counter;
 use blkq_drivers::r#loop::DirectIo;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vhost::{SIZE, Served, image, serve};
 
 const BLOCK: usize = 4096;
 const MEMORY: usize = 4 << 20;

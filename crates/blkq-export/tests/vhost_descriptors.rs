@@ -1,9 +1,4 @@
 //! Front ends that pass descriptors which hang, or that do not send or read, must not block others.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod vhost;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,12 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use crate::front_end::*;
+use crate::vhost::{self, Served, image, ram, serve};
 use blkq::testing::wait_until;
 use blkq_drivers::r#loop::DirectIo;
 use blkq_export::vhost_user::Event;
-use front_end::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use vhost::{Served, image, ram, serve};
 
 fn check(served: &Served) {
     served.until_idle();

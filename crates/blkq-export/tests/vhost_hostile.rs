@@ -1,19 +1,14 @@
 //! Front ends that send arbitrary messages. The device must continue to serve others.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod vhost;
 
 use blkq::testing::wait_until;
 use std::fs::File;
 use std::os::fd::AsFd;
 
+use crate::front_end::*;
+use crate::vhost::{Served, ram, serve};
 use blkq_export::vhost_user::Event;
-use front_end::*;
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{Served, ram, serve};
 
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()

@@ -1,10 +1,5 @@
 //! vhost-user-blk compared with a model of each byte, while rings stop, drivers start from the beginning,
 //! front ends disconnect, and daemons stop or are killed. Each request must complete once.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod vhost;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -13,10 +8,11 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
+use crate::front_end::*;
+use crate::vhost;
 use blkq::Disk;
 use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_drivers::r#loop::DirectIo;
-use front_end::*;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -73,7 +69,7 @@ impl Daemon {
         let Serving { queues, block, direct, slow } = serving;
         let (image, socket) = (place.image.display(), place.socket.display());
         let mut process = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_daemon_of_this_test", "--ignored", "--nocapture"])
+            .args(["--exact", "vhost_model::a_daemon_of_this_test", "--ignored", "--nocapture"])
             .env(DAEMON, format!("{image} {socket} {queues} {block} {direct} {slow}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

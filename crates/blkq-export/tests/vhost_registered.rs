@@ -1,19 +1,14 @@
 //! Guest memory that is registered with the engines' rings.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod vhost;
 
 use std::os::fd::AsFd;
 
+use crate::front_end::*;
 use blkq::testing::wait_until;
 use blkq_drivers::r#loop::DirectIo;
 use blkq_export::vhost_user::{Event, RegistrationLimits};
-use front_end::*;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
-use vhost::{Served, SharedMemory, image, serve_registered};
+use crate::vhost::{Served, SharedMemory, image, serve_registered};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;

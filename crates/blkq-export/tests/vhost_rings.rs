@@ -1,20 +1,15 @@
 //! vhost-user-blk with a front end that behaves in unusual ways.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-#[path = "vhost/front_end.rs"]
-mod front_end;
-mod vhost;
 
 use std::os::fd::AsFd;
 
+use crate::front_end::*;
+use crate::vhost::{self, image, ram, serve, serve_disk, unique};
 use blkq::testing::wait_until;
 use blkq::{Disk, ErrorPolicy, Setting};
 use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_drivers::r#loop::{DirectIo, LoopSetting};
 use blkq_export::vhost_user::Event;
-use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{image, ram, serve, serve_disk, unique};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;

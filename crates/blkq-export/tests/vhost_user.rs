@@ -1,7 +1,4 @@
 //! vhost-user-blk with libblkio's front end (crate virtio-driver), compared with a model of each byte.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-
-mod vhost;
 
 use blkq::testing::wait_until;
 use blkq::{Driver, ErrorKind};
@@ -13,7 +10,7 @@ use virtio_driver::{
     VirtioFeatureFlags, VirtioTransport,
 };
 
-use vhost::{SIZE, Served, SharedMemory, image, ram, serve};
+use crate::vhost::{SIZE, Served, SharedMemory, image, ram, serve};
 
 type Transport = Box<dyn VirtioTransport<VirtioBlkConfig, VirtioBlkReqBuf>>;
 

@@ -1,12 +1,10 @@
 //! Dirty bitmaps: every write after a bitmap was added is recorded in it before the driver gets the write.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock, Weak};
 
+use crate::common::{filled, run};
 use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
@@ -14,7 +12,6 @@ use blkq::{
     Bio, BioFlags, Data, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, OpenContext,
     Operation, QueueLimits, Sector, Tag, Taken,
 };
-use common::{filled, run};
 use proptest::prelude::*;
 
 const SIZE: u64 = 1 << 20;

@@ -1,7 +1,4 @@
 //! Engines and their sources: load from the engine's thread, messages, offloaded work, stopping.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,13 +6,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::common::{Behaviour, Device, Finish, filled, plain_limits};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::testing::{assert_stays, wait_until};
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
     OpenContext, QueueLimits, Sector, Source, SourceContext, Tag, Taken, Wake,
 };
-use common::{Behaviour, Device, Finish, filled, plain_limits};
 
 #[derive(Default)]
 struct Seen {
@@ -507,7 +504,7 @@ fn an_engine_panics() {
 fn a_panic_on_an_engine_aborts_the_process() {
     use std::os::unix::process::ExitStatusExt;
     let mut program = std::process::Command::new(std::env::current_exe().unwrap());
-    program.args(["--exact", "an_engine_panics", "--ignored", "--nocapture"]);
+    program.args(["--exact", "engine::an_engine_panics", "--ignored", "--nocapture"]);
     let output = program.output().unwrap();
     assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
     let printed = String::from_utf8_lossy(&output.stderr);

@@ -1,15 +1,12 @@
 //! Exchanging a disk's driver, and limits that a driver loses: decisions about bios in flight are made again.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::Arc;
 
+use crate::common::{self, Behaviour, Device, Finish, drain, filled, plain_limits};
 use blkq::testing::within_limit;
 use blkq::{
     Bio, BioFlags, Data, Disk, KernelPages, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, Status,
 };
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// The limits of a device whose writes need a flush or FUA to be durable, or neither.
 fn cached(write_cache: bool, fua: bool) -> QueueLimits {

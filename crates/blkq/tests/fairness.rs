@@ -1,18 +1,15 @@
 //! No source of work keeps other sources from using the device, or a thread from its other work.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
 
+use crate::common::{self, Behaviour, Device, Finish, filled, plain_limits};
 use blkq::testing::within_limit;
 use blkq::{
     Bio, Completion, Cqe, EngineThread, Error, LocalQueue, QueueLimits, Sector, Source, SourceContext,
     TURN_BUDGET,
 };
-use common::{Behaviour, Device, Finish, filled, plain_limits};
 
 fn held(limits: QueueLimits) -> Device {
     Device::new(limits, Behaviour { finish: Finish::Held, ..Behaviour::default() })

@@ -1,12 +1,9 @@
 //! Flushes, FUA and PREFLUSH: in order, and not more flushes than needed.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::time::{Duration, Instant};
 
+use crate::common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 use blkq::{Bio, BioFlags, Operation, QueueLimits, Sector, Status};
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 fn cached(fua: bool, finish: Finish) -> Device {
     let limits = QueueLimits { write_cache: true, fua, ..plain_limits() };

@@ -1,13 +1,11 @@
 //! Requests that the driver fails are held instead of being reported, until the operator resumes the disk.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use crate::common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 use blkq::clock::monotonic_ns;
 use blkq::hang::Place;
 use blkq::testing::{wait_until, within_limit};
@@ -18,7 +16,6 @@ use blkq::{
 };
 use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::{DriverOptions, DriverSpec, open};
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// A device with a write cache and `policy` that completes requests immediately and in random order.
 fn device(policy: ErrorPolicy) -> (Device, Arc<Disk>, LocalQueue) {

@@ -1,12 +1,9 @@
 //! Data in memory that only operations of the ring can access: splitting, not merging, the flush machine, and
 //! rejection for drivers without support.
-#![allow(clippy::unwrap_used, reason = "a test")]
 
-mod common;
-
+use crate::common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 use blkq::random::Random;
 use blkq::{Bio, BioFlags, Data, KernelPages, Operation, QueueLimits, SchedulerKind, Sector, Status};
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 fn limits() -> QueueLimits {
     QueueLimits { kernel_pages: true, ..plain_limits() }

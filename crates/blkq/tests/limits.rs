@@ -1,13 +1,12 @@
 //! Rate limits of a queue: waiting requests still merge and follow changes, and are not reported as hung.
 
-mod common;
-
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use crate::common::{Behaviour, Device, plain_limits};
 use blkq::clock::monotonic_ns;
 use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
@@ -16,7 +15,6 @@ use blkq::{
     Bio, Counter, Disk, EngineThread, IoBuffer, LocalQueue, QueueLimits, SchedulerKind, Sector, Setting,
     StatGroup,
 };
-use common::{Behaviour, Device, plain_limits};
 
 const S: u64 = 1_000_000_000;
 

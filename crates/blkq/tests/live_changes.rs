@@ -1,18 +1,15 @@
 //! Changes under a freeze lose no request and take effect on all later requests.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::common::{self, Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
 use blkq::drivers::ram::Ram;
 use blkq::testing::{assert_stays, within_limit};
 use blkq::{
     Bio, BioFlags, Counter, Disk, Driver, DriverQueue, DriverSetting, Error, ErrorKind, LocalQueue,
     OpenContext, Operation, QueueLimits, Sector, Setting, Status,
 };
-use common::{Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
 
 /// A setting that no driver supports.
 #[derive(Debug)]

@@ -2,15 +2,13 @@
 //! sets while the plug is flushed, and writes of other queues to the same file. A batch reaches the kernel in
 //! parts. A driver is polled while it has requests, or when it was woken. A queue has one owner at a time.
 // Contract: accepted-once
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use crate::common::filled;
 use blkq::testing::within_limit;
 use blkq::{
     Bio, Completion, Counter, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
@@ -18,7 +16,6 @@ use blkq::{
 };
 use blkq_drivers::fault::Fault;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use common::filled;
 
 const IMAGE_BYTES: u64 = 1 << 20;
 

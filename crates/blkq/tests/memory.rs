@@ -1,7 +1,4 @@
 //! Memory of bios: drivers can access only memory that was checked.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 
+use crate::common::{Behaviour, Device, filled, plain_limits, run};
 use blkq::{
     Bio, Disk, Driver, DriverContext, DriverQueue, Error, OpenContext, Operation, QueueLimits, Sector,
     Status, Tag, Taken,
 };
-use common::{Behaviour, Device, filled, plain_limits, run};
 
 #[test]
 fn operations_without_data_that_carry_memory_are_rejected() {
@@ -121,8 +118,8 @@ fn a_driver_panics_as_it_takes_lent_memory() {
 #[test]
 fn memory_of_a_caller_never_returns_while_it_is_in_flight() {
     for name in [
-        "a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight",
-        "a_driver_panics_as_it_takes_lent_memory",
+        "memory::a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight",
+        "memory::a_driver_panics_as_it_takes_lent_memory",
     ] {
         let mut child = Command::new(std::env::current_exe().unwrap());
         let output =

@@ -1,17 +1,14 @@
 //! Random bios on random devices, compared with a list of versions per sector: reads return what was written,
 //! each bio completes once and completely, requests obey the declared limits, and promised data survives a
 //! power loss.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::common::{self, Behaviour, Device, Finish, Scattered, bytes_of, content};
 use blkq::{
     Bio, BioFlags, ClockMode, Completion, Data, Operation, QueueLimits, SchedulerKind, Sector, Status,
 };
-use common::{Behaviour, Device, Finish, Scattered, bytes_of, content};
 use proptest::prelude::*;
 
 const SECTORS: u64 = 512;

@@ -1,14 +1,11 @@
 //! The plug merges adjacent bios, hands the driver batches, and is flushed in time. The clock keeps its
 //! cached reading for a plug.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use blkq::{Bio, BioFlags, ClockMode, Counter, LocalQueue, Operation, Sector, Status};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use crate::common::{self, Behaviour, Device, drain, filled, plain_limits};
 use blkq::testing::wait_until;
-use common::{Behaviour, Device, drain, filled, plain_limits};
 
 fn read(queue: &mut LocalQueue, sector: u64, bytes: usize) {
     queue.submit(Bio::read(Sector(sector), filled(bytes, 0), sector)).unwrap();

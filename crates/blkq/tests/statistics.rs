@@ -1,11 +1,8 @@
 //! The 17 fields of /sys/block/X/stat after a known sequence of I/O.
-#![allow(clippy::unwrap_used, reason = "a test")]
 
-mod common;
-
+use crate::common::{self, Behaviour, Device, Finish, drain, filled, plain_limits, run};
 use blkq::testing::{assert_stays, wait_until};
 use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, Setting, StatGroup, Status};
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 // Contract: statistics
 #[test]

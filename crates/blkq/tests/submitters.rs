@@ -1,13 +1,11 @@
 //! Many threads on one disk: no I/O is lost and no thread hangs while the disk changes.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::common::{self, Behaviour, Device, DeviceSetting, Finish, filled, plain_limits};
 use blkq::drivers::ram::Ram;
 use blkq::gate::Direction;
 use blkq::testing::{wait_until, within_limit};
@@ -16,7 +14,6 @@ use blkq::{
     Setting, Status,
 };
 use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
-use common::{Behaviour, Device, DeviceSetting, Finish, filled, plain_limits};
 
 fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()

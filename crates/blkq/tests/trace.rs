@@ -1,11 +1,9 @@
 //! The events of a trace: what each step of an I/O records, in order.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::common::{Behaviour, Device, drain, filled, plain_limits};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::ring::Cqe;
 use blkq::trace::{EventKind, NO_BIO, RING_BYTES_MIN, TraceClient, TraceEvent, TraceMemory, TraceReader};
@@ -14,7 +12,6 @@ use blkq::{
     SchedulerKind, Sector, Source, SourceContext, StatGroup, Status,
 };
 use blkq_drivers::{DriverOptions, DriverSpec, open};
-use common::{Behaviour, Device, drain, filled, plain_limits};
 
 struct Traced {
     queue: LocalQueue,

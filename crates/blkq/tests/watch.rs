@@ -1,11 +1,9 @@
 //! Each hang is found where it is and reported once, and so is its completion.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod common;
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use crate::common::{self, Behaviour, Device, Finish, drain, filled, plain_limits};
 use blkq::clock::monotonic_ns;
 use blkq::hang::{HangScan, Place, REPORTED_MAX};
 use blkq::testing::wait_until;
@@ -13,7 +11,6 @@ use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, ErrorPolicy, Operation, QueueLimits,
     Resume, Sector, Source, SourceContext, StatGroup, Status,
 };
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 const SECOND_NS: u64 = 1_000_000_000;
 const LIMIT_NS: u64 = 30 * SECOND_NS;

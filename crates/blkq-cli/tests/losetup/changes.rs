@@ -5,8 +5,8 @@ use std::os::unix::fs::FileExt;
 
 use serde_json::Value;
 
-use super::place::*;
 use super::{info, io, size};
+use crate::place::*;
 
 /// LTP ioctl_loop04, blktests loop/007: `losetup -c` updates the size and nothing else.
 #[test]

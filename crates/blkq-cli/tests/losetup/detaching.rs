@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 
 use super::io;
-use super::place::*;
+use crate::place::*;
 
 // Contract: detach
 #[test]

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use serde_json::Value;
 
 use super::identity;
-use super::place::*;
+use crate::place::*;
 
 #[test]
 fn attach_list_and_detach_print_the_formats_of_the_original() {

@@ -1,7 +1,7 @@
 //! Options of losetup(8) that blkq rejects, and daemons that do not answer.
 
-use super::place::*;
 use super::stdout;
+use crate::place::*;
 
 #[test]
 fn what_has_no_meaning_here_is_rejected_in_one_line() {

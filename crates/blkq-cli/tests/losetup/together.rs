@@ -3,8 +3,8 @@
 use blkq::testing::wait_until;
 use std::fs;
 
-use super::place::*;
 use super::stdout;
+use crate::place::*;
 
 // Contract: exclusive
 #[test]

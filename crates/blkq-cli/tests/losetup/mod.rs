@@ -1,12 +1,9 @@
 //! `blkq losetup` and the devices that it sets up, as users of losetup(8) run it. Some tests carry over what
 //! LTP (ioctl_loop04 to 07) and blktests (loop/002, 006, 007) check of the kernel's loop device.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod changes;
 mod detaching;
 mod listing;
-#[path = "../place/mod.rs"]
-mod place;
 mod refusals;
 mod together;
 
@@ -14,7 +11,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Output};
 
-use place::*;
+use crate::place::*;
 
 impl Place {
     /// Returns the output of a `blkq losetup` that must succeed without a warning.
