@@ -1,33 +1,3 @@
-//! Certificates as an operator puts them into ca-cert.pem, and as clients send them. A certificate that cannot be read
-//! completely is refused, even if rustls reads it: rustls ignores extensions, for example keyUsage. Each authority that
-//! is accepted may be one.
-//!
-//! Input: a PEM file, or a certificate in DER.
-// Contract: bounded-input
-
 #![no_main]
 
-use std::time::Duration;
-
-use blkq_export::nbd::fuzzing::{CertificateUse, authorities};
-use libfuzzer_sys::fuzz_target;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, UnixTime};
-
-/// A time at which the certificates of the corpus are valid: 1 January 2027.
-const NOW_S: u64 = 1_798_761_600;
-
-fuzz_target!(|input: &[u8]| {
-    let certificates: Vec<CertificateDer<'static>> = match input.starts_with(b"-----") {
-        true => CertificateDer::pem_slice_iter(input).filter_map(Result::ok).collect(),
-        false => vec![CertificateDer::from(input.to_vec())],
-    };
-    let count = certificates.len();
-    let uses: Vec<Option<CertificateUse>> = certificates.iter().map(|it| CertificateUse::parse(it)).collect();
-    if let Ok(roots) = authorities(certificates, UnixTime::since_unix_epoch(Duration::from_secs(NOW_S))) {
-        assert_eq!(roots.len(), count);
-        let now = NOW_S as i64;
-        assert!(uses.iter().flatten().all(|it| it.is_authority && it.may_sign_certificates()));
-        assert!(uses.iter().all(|it| it.is_some_and(|it| (it.not_before..=it.not_after).contains(&now))));
-    }
-});
+libfuzzer_sys::fuzz_target!(|input: &[u8]| blkq_fuzz::certificates::check(input));

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use arbitrary::{Arbitrary, Unstructured};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -113,6 +113,12 @@ enum Step {
 pub struct Input {
     start: Start,
     steps: Vec<Step>,
+}
+
+impl Input {
+    pub fn parse(data: &[u8]) -> Option<Input> {
+        Input::arbitrary_take_rest(Unstructured::new(data)).ok()
+    }
 }
 
 /// Number and size of the numbers in the payload of a request.

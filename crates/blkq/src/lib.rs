@@ -86,7 +86,8 @@ mod request;
 pub mod ring;
 pub mod sched;
 mod sector;
-#[cfg(any(simulation, fuzzing))]
+#[cfg(any(simulation, fuzz_interface))]
+#[doc(hidden)]
 pub mod simulation;
 mod slab;
 mod split;

@@ -65,7 +65,7 @@ pub(crate) fn seq_cst_for_loom() {
 
 /// Waits for a message from an engine. Fails if the engine has exited.
 pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, std::sync::mpsc::RecvError> {
-    #[cfg(any(simulation, fuzzing))]
+    #[cfg(any(simulation, fuzz_interface))]
     loop {
         match receiver.try_recv() {
             Ok(message) => return Ok(message),

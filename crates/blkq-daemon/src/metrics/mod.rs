@@ -7,8 +7,9 @@ mod http;
 mod page;
 mod server;
 
-/// The parts of the endpoint that a fuzzer calls.
-#[cfg(fuzzing)]
+/// The parts of the endpoint that a fuzz target calls.
+#[cfg(fuzz_interface)]
+#[doc(hidden)]
 pub mod fuzzing {
     pub use super::http::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 }

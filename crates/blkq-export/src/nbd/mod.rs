@@ -34,7 +34,8 @@ mod verifier;
 mod x509;
 
 /// The parts of TLS that the fuzz targets call.
-#[cfg(fuzzing)]
+#[cfg(fuzz_interface)]
+#[doc(hidden)]
 pub mod fuzzing {
     pub use super::certificates::authorities;
     pub use super::outgoing::Outgoing;

@@ -9,6 +9,7 @@
 //!   has no users. `child` forks both, they receive requests from a `child_socket`, and `usage` finds users.
 //! - [`process`] prepares a process to serve a block device.
 
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod abi;
 mod child;
 mod child_socket;
@@ -25,8 +26,9 @@ mod setup;
 mod source;
 mod usage;
 
-/// The interface of a fuzzer: words that the kernel writes, and the parameters that it gets.
-#[cfg(fuzzing)]
+/// The interface of a fuzz target: words that the kernel writes, and the parameters that it gets.
+#[cfg(fuzz_interface)]
+#[doc(hidden)]
 pub mod fuzzing {
     pub use super::abi::{IoDescriptor, Parameters};
     pub use super::copy::CopyMode;

@@ -14,30 +14,37 @@
 //!   not aligned.
 //! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
 
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod abi;
 mod area;
 mod bounce;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod chain;
 mod channel;
 mod config;
 mod control;
 mod descriptor;
 mod device;
-#[cfg(any(test, simulation, fuzzing))]
+#[cfg(any(test, simulation, fuzz_interface))]
 mod device_harness;
 #[cfg(any(test, simulation))]
 mod harness;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod inflight;
 mod inflight_packed;
 mod inflight_split;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod memory;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod message;
 #[cfg(all(test, model_check))]
 mod model;
 mod notifier;
 mod packed;
 mod registration;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod request;
+#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod ring;
 mod segments;
 mod session;
@@ -57,7 +64,8 @@ pub use registration::RegistrationLimits;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
 
 /// The interface of simulations and fuzz targets: a device, and the guest of the unit tests.
-#[cfg(any(test, simulation, fuzzing))]
+#[cfg(any(test, simulation, fuzz_interface))]
+#[doc(hidden)]
 pub mod simulated {
     #[cfg(simulation)]
     pub use super::abi::feature;
@@ -69,8 +77,9 @@ pub mod simulated {
     pub use super::ring::RingSpec;
 }
 
-/// The interface of fuzzers: guest memory, rings in it, and requests.
-#[cfg(fuzzing)]
+/// The interface of fuzz targets: guest memory, rings in it, and requests.
+#[cfg(fuzz_interface)]
+#[doc(hidden)]
 pub mod fuzzing {
     pub use super::abi::S_OK;
     pub use super::chain::{Chain, Head};

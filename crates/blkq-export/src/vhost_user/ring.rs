@@ -137,7 +137,7 @@ impl Ring {
     }
 
     /// The number of chains that were taken and are not used yet.
-    #[cfg(any(test, fuzzing))]
+    #[cfg(any(test, fuzz_interface))]
     pub fn in_flight(&self) -> usize {
         self.count
     }

@@ -218,7 +218,7 @@ impl Threads {
 
 /// Whether jobs run on the calling thread, as in simulations and models, where descriptors never hang.
 fn runs_on_caller() -> bool {
-    #[cfg(any(simulation, fuzzing))]
+    #[cfg(any(simulation, fuzz_interface))]
     if blkq::simulation::is_one_thread() {
         return true;
     }

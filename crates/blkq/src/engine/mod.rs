@@ -6,7 +6,7 @@
 
 pub(crate) mod local;
 mod rounds;
-#[cfg(any(simulation, fuzzing))]
+#[cfg(any(simulation, fuzz_interface))]
 mod simulated;
 mod source;
 mod sources;
@@ -23,7 +23,8 @@ use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 
-#[cfg(any(simulation, fuzzing))]
+#[cfg(any(simulation, fuzz_interface))]
+#[doc(hidden)]
 pub use simulated::SimulatedEngine;
 pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StoppingSource};
 use source::{FIRST_SOURCE, Message};

@@ -62,7 +62,7 @@ impl SimulatedEngine {
     }
 
     /// Runs one turn, and collects completions for the next turn without waiting.
-    #[cfg(fuzzing)]
+    #[cfg(fuzz_interface)]
     pub fn poll(&mut self) {
         self.0.turn();
         self.0.ring.poll();

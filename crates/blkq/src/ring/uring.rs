@@ -195,7 +195,7 @@ impl Ring {
 
     /// Submits the queued entries and lets the kernel post completions, which a DEFER_TASKRUN ring does only
     /// inside a system call. Does not wait.
-    #[cfg(fuzzing)]
+    #[cfg(fuzz_interface)]
     pub fn poll(&mut self) {
         let mut queue = self.uring.submission();
         queue.sync();

@@ -1,7 +1,7 @@
 //! The interface to the simulation. In builds with `--cfg simulation`, a [`World`] replaces the ring, the
 //! clock, syncs and waiting. The worlds are implemented by the crate `blkq-simulation`, for the tests of this
-//! repository. In builds with `--cfg fuzzing`, a world replaces only waiting, on threads that run the turns
-//! of their engines themselves. Other builds do not contain this module.
+//! repository. In the builds of fuzz targets (`fuzz_interface`), a world replaces only waiting, on threads that
+//! run the turns of their engines themselves. Other builds do not contain this module.
 
 #[cfg(simulation)]
 mod held;
