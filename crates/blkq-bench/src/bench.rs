@@ -39,8 +39,6 @@ pub struct Bench {
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
     pub(crate) file_wanted: Wanted,
-    /// The planned seconds of the finished tables, plus the seconds that the current table has taken so far.
-    pub(crate) over_seconds: f64,
 }
 
 impl Bench {
@@ -81,8 +79,7 @@ impl Bench {
                     }
                 }
                 // The plan includes the time that a case takes before and after its run.
-                self.over_seconds += began.elapsed().as_secs_f64();
-                self.progress.over(self.over_seconds);
+                self.progress.over_seconds += began.elapsed().as_secs_f64();
             }
         }
         let figures = |samples: Vec<(Metric, Vec<f64>)>| {

@@ -26,8 +26,8 @@ pub struct Wanted {
 
 /// The measured file, filled with data. A file that [`TestFile::create`] created is removed on drop.
 pub struct TestFile {
-    path: PathBuf,
-    bytes: u64,
+    pub path: PathBuf,
+    pub bytes: u64,
     _made: Option<Undo>,
 }
 
@@ -69,20 +69,6 @@ impl TestFile {
         fill(&mut file, &path, wanted.bytes, progress).map_err(elsewhere)?;
         crate::cache::evict(&file).map_err(|e| format!("{}: {e}", path.display()))?;
         Ok(test_file)
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Opens the file to inspect its pages in the page cache.
-    #[cfg(test)]
-    pub fn open(&self) -> Result<File> {
-        Ok(File::open(&self.path)?)
     }
 }
 
@@ -185,7 +171,7 @@ mod tests {
         let file = create(&path, false).unwrap();
         let metadata = path.metadata().unwrap();
         assert!(metadata.len() == BYTES && metadata.blocks() * 512 >= BYTES);
-        assert_eq!(crate::cache::cached_bytes(&file.open().unwrap()).unwrap(), 0);
+        assert_eq!(crate::cache::cached_bytes(&File::open(&file.path).unwrap()).unwrap(), 0);
         drop(file);
         // This fails unless the directory is empty.
         std::fs::remove_dir(directory).unwrap();

@@ -1,7 +1,9 @@
 //! Cleanup that also runs if a signal ends the measurement.
 
 use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
+
+use blkq::sync::lock;
 
 use crate::Result;
 
@@ -10,10 +12,6 @@ type PendingCleanups = Vec<(u64, Box<dyn FnOnce() + Send>)>;
 
 static PENDING: Mutex<PendingCleanups> = Mutex::new(Vec::new());
 
-fn pending() -> MutexGuard<'static, PendingCleanups> {
-    PENDING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Starts a thread that waits for SIGINT, SIGTERM or SIGHUP. On a signal it runs the pending cleanups, the
 /// latest first, clears the progress line, and exits with 128 + the signal number.
 pub fn watch() -> Result {
@@ -21,7 +19,7 @@ pub fn watch() -> Result {
     std::thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
             // The lock is held until the process exits: no cleanup can be registered after this loop.
-            let mut pending = pending();
+            let mut pending = lock(&PENDING);
             while let Some((_, undo)) = pending.pop() {
                 undo();
             }
@@ -45,7 +43,7 @@ impl Undo {
         make: impl FnOnce() -> std::result::Result<T, E>,
         undo: impl FnOnce() + Send + 'static,
     ) -> std::result::Result<(T, Undo), E> {
-        let mut pending = pending();
+        let mut pending = lock(&PENDING);
         let made = make()?;
         let number = pending.last().map_or(0, |(last, _)| last + 1);
         pending.push((number, Box::new(undo)));
@@ -55,7 +53,7 @@ impl Undo {
 
 impl Drop for Undo {
     fn drop(&mut self) {
-        let mut pending = pending();
+        let mut pending = lock(&PENDING);
         if let Some(index) = pending.iter().position(|(number, _)| *number == self.0) {
             let (_, undo) = pending.remove(index);
             undo();

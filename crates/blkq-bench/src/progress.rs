@@ -18,7 +18,7 @@ pub struct Progress {
     shown: Option<Instant>,
     planned_seconds: f64,
     /// Duration of the finished runs: the planned one in finished tables, the measured one in the current table.
-    over_seconds: f64,
+    pub over_seconds: f64,
 }
 
 impl Progress {
@@ -32,11 +32,6 @@ impl Progress {
             planned_seconds,
             over_seconds: 0.0,
         }
-    }
-
-    /// Records that `seconds` of the planned time are done.
-    pub fn over(&mut self, seconds: f64) {
-        self.over_seconds = seconds.min(self.planned_seconds);
     }
 
     /// Runs work whose time does not count for the estimate of the time left.
@@ -63,7 +58,7 @@ impl Progress {
             return;
         }
         self.shown = Some(Instant::now());
-        let percent = 100.0 * self.over_seconds / self.planned_seconds.max(f64::MIN_POSITIVE);
+        let percent = 100.0 * self.done_seconds() / self.planned_seconds.max(f64::MIN_POSITIVE);
         let (percent, remaining) = (format!("[{percent:3.0} %] "), self.remaining());
         // A line that wraps could not be overwritten.
         let columns = match rustix::termios::tcgetwinsize(std::io::stderr()) {
@@ -81,11 +76,16 @@ impl Progress {
         }
     }
 
+    fn done_seconds(&self) -> f64 {
+        self.over_seconds.min(self.planned_seconds)
+    }
+
     /// Estimates the time left: scales the remaining planned time by the ratio of actual to planned time so far.
     fn remaining(&self) -> String {
-        let left = self.planned_seconds - self.over_seconds;
-        let pace = if self.over_seconds > KNOWN_AFTER_SECONDS {
-            self.began.elapsed().saturating_sub(self.aside).as_secs_f64() / self.over_seconds
+        let done = self.done_seconds();
+        let left = self.planned_seconds - done;
+        let pace = if done > KNOWN_AFTER_SECONDS {
+            self.began.elapsed().saturating_sub(self.aside).as_secs_f64() / done
         } else {
             1.0
         };

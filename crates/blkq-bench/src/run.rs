@@ -33,7 +33,6 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         progress: Progress::new(planned),
         file: None,
         file_wanted: Wanted { path: arguments.file.clone(), bytes, overwrite: arguments.overwrite },
-        over_seconds: 0.0,
     };
     let began = Instant::now();
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
@@ -55,14 +54,13 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     for table in chosen {
         let measured = (table.run)(&mut bench)?;
         planned_so_far += (table.planned_seconds)(&pace);
-        bench.over_seconds = planned_so_far;
-        bench.progress.over(planned_so_far);
+        bench.progress.over_seconds = planned_so_far;
         bench.progress.clear();
         outputs.print(&format!("\n{}", print::table(&measured)))?;
         results.tables.push(measured);
     }
     results.machine.file_system =
-        bench.file.as_ref().and_then(|file| crate::machine::file_system(file.path()));
+        bench.file.as_ref().and_then(|file| crate::machine::file_system(&file.path));
     results.elapsed_seconds = began.elapsed().as_secs_f64();
     outputs.write(&results)?;
     Ok(results)

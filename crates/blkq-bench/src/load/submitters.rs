@@ -2,11 +2,12 @@
 //! do, so each submits until the request gate blocks it.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Barrier, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::stats::Histogram;
+use blkq::sync::lock;
 use blkq::{Bio, Data, Disk, EngineThread, IoBuffer, IoResult, Sector, Status};
 
 use crate::Result;
@@ -34,10 +35,6 @@ struct Completed {
     latency_ns: u64,
     latencies: Histogram,
     failed: Option<Status>,
-}
-
-fn lock(completed: &Mutex<Completed>) -> MutexGuard<'_, Completed> {
-    completed.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Window {

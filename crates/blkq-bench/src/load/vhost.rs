@@ -112,7 +112,7 @@ fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Durat
         done.waits += u64::from(queue.wait(COMPLETION_WAIT)?);
         now = Instant::now();
         let mut failed = None;
-        queue.reap(|slot, status, _| {
+        queue.reap(|slot, status| {
             failed = failed.or((status != 0).then_some(status));
             let latency_ns = (now - begun[slot]).as_nanos();
             done.latencies_ns.push(u32::try_from(latency_ns).unwrap_or(u32::MAX));

@@ -22,6 +22,7 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src dat
 /// Formats the whole page. `json` and `csv` are embedded as downloads.
 pub fn page(results: &Results, json: &str, csv: &str) -> String {
     let title = format!("blkq bench, {}", date(results.started_unix));
+    let cards: String = results.tables.iter().map(card).collect();
     let sections: String = results.tables.iter().map(section).collect();
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -29,9 +30,9 @@ pub fn page(results: &Results, json: &str, csv: &str) -> String {
          <meta name=\"color-scheme\" content=\"light dark\">\n{GENERATOR}\n\
          <meta http-equiv=\"Content-Security-Policy\" content=\"{POLICY}\">\n\
          <link rel=\"icon\" href=\"data:,\">\n<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
-         {}{}<main>\n{sections}{}{READING}</main>\n</body>\n</html>\n",
+         {}<nav aria-label=\"Tables\">\n{}</nav>\n<main>\n{sections}{}{READING}</main>\n</body>\n</html>\n",
         header(results, json, csv),
-        contents(results),
+        cards,
         machine(results),
     )
 }
@@ -57,12 +58,7 @@ fn download(name: &str, kind: &str, label: &str, text: &str) -> String {
     format!("<a download=\"{name}\" href=\"data:{kind};charset=utf-8;base64,{data}\">{label}</a>\n")
 }
 
-/// A card with the main result for each table.
-fn contents(results: &Results) -> String {
-    let cards: String = results.tables.iter().map(card).collect();
-    format!("<nav aria-label=\"Tables\">\n{cards}</nav>\n")
-}
-
+/// A card with the main result of the table.
 fn card(table: &Table) -> String {
     let (big, small) = match summary::headline(table) {
         Some(found) => {

@@ -171,7 +171,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
 
 /// Compares context switches and fairness on devices where the order does not matter.
 fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
-    let path = bench.file()?.path().to_owned();
+    let path = bench.file()?.path.clone();
     let file = || -> Result<Devices> {
         let options = LoopOptions { direct_io: DirectIo::On, shared: true, ..LoopOptions::new(&path) };
         Devices::new(true, || Ok(Box::new(LoopDevice::open(&options)?)))

@@ -1,4 +1,4 @@
-//! What several tables share: their devices, and runs on a cold page cache.
+//! Parts of several tables: their devices, and runs on a cold page cache.
 
 use std::path::Path;
 use std::time::Duration;

@@ -112,7 +112,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let rows = PUBLISHED.map(|(jobs, name, base, feature, _)| (row_name(jobs, name), base, feature));
     table.publish(["loop with direct I/O and AIO, Ming Lei, 2015", setting, "IOPS"], rows);
     let file = bench.file()?;
-    let (path, bytes) = (file.path().to_owned(), file.bytes());
+    let (path, bytes) = (file.path.clone(), file.bytes);
     if let Err(error) = LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(&path) })
     {
         table.left_out.push(format!("direct: {error}"));

@@ -66,7 +66,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let setting = "file on ext4 on an SSD, 4 KiB, libaio, depth 64, one job";
     table.publish(["loop on blk-mq, Ming Lei, 2014", setting, "IOPS"], PUBLISHED);
     let file = bench.file()?;
-    let (path, bytes) = (file.path().to_owned(), file.bytes());
+    let (path, bytes) = (file.path.clone(), file.bytes);
     let blocks = bytes / 4096;
     let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
     for (name, base, feature) in PUBLISHED {

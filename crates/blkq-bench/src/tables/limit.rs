@@ -84,7 +84,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         false => "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load".to_owned(),
     }];
 
-    let path = bench.file()?.path().to_owned();
+    let path = bench.file()?.path.clone();
     let (comparison, found) =
         compare(bench, "the file, direct, 4 KiB random read", &load, || direct_reader(&path))?;
     let iops = ratio(&comparison, Metric::Iops);

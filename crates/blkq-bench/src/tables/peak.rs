@@ -104,7 +104,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
 }
 
 fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
-    let path = bench.file()?.path().to_owned();
+    let path = bench.file()?.path.clone();
     let disk = Disk::builder(direct_reader(&path)?).build()?;
     let raw = |name: &'static str, load: Load| {
         let path = &path;

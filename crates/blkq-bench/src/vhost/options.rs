@@ -13,8 +13,8 @@ pub const EVENT_IDX: u64 = 1 << 29;
 /// VHOST_USER_F_PROTOCOL_FEATURES (protocol features can be negotiated) and VIRTIO_F_VERSION_1 (the device is not a legacy
 /// device).
 pub const REQUIRED: u64 = 1 << 30 | 1 << 32;
-/// What the front end accepts in addition, as a guest's driver does (virtio 1.2, 5.2.3 and 6): VIRTIO_BLK_F_RO, _BLK_SIZE,
-/// _FLUSH, _MQ, _DISCARD and _WRITE_ZEROES, and the features of rings.
+/// Features that the front end accepts in addition, as a guest's driver does (virtio 1.2, 5.2.3 and 6):
+/// VIRTIO_BLK_F_RO, _BLK_SIZE, _FLUSH, _MQ, _DISCARD and _WRITE_ZEROES, and the features of rings.
 pub const ACCEPTED: u64 = 1 << 5 | 1 << 6 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 14 | INDIRECT | EVENT_IDX;
 
 /// Protocol features: several queues; the server acknowledges messages that request it; the front end can read the

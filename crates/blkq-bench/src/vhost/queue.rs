@@ -202,12 +202,10 @@ impl Queue {
         u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
     }
 
-    /// Passes each completed request to `completed`: slot, status, and the bytes that the server reports as
-    /// written. Returns their number. Fails if the server completes a request that is not in flight, or
-    /// writes no status.
-    pub fn reap(&mut self, mut completed: impl FnMut(usize, u8, u32)) -> Result<usize> {
+    /// Passes the slot and the status of each completed request to `completed`. Fails if the server completes a request
+    /// that is not in flight, or writes no status.
+    pub fn reap(&mut self, mut completed: impl FnMut(usize, u8)) -> Result {
         let end = self.used_index();
-        let count = usize::from(end.wrapping_sub(self.used));
         while self.used != end {
             let at = self.layout.device + 4 + 8 * usize::from(self.used % RING_SIZE);
             self.used = self.used.wrapping_add(1);
@@ -220,9 +218,9 @@ impl Queue {
             if status == NO_STATUS {
                 return Err(format!("the server completed descriptor {head} without a status").into());
             }
-            completed(slot, status, self.memory.load_u32(at + 4));
+            completed(slot, status);
         }
-        Ok(count)
+        Ok(())
     }
 
     /// Sleeps until a request has completed. Returns the number of signals from the server; 0 if one had

@@ -34,9 +34,9 @@ pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Dur
         let mut queue = disk.open_queue(number)?;
         let mut stream = Stream::new(work, number);
         let mut free = buffers();
-        running.wait();
+        running.ready.wait();
         let mut ios = 0;
-        while running.continues() {
+        while !running.over.load(Relaxed) {
             ios += turn(&mut queue, &mut stream, &mut free)?;
         }
         Ok(ios)
@@ -52,8 +52,8 @@ pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length:
         let mut free = buffers();
         let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
-        running.wait();
-        while running.continues() {
+        running.ready.wait();
+        while !running.over.load(Relaxed) {
             let Some(buffer) = free.pop().or_else(|| back.recv().ok()) else { break };
             let (completed, failed, give) = (completed.clone(), failed.clone(), give.clone());
             submitter.submit(stream.next(buffer), move |result, data| {
@@ -116,16 +116,6 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
 struct Running {
     ready: Barrier,
     over: AtomicBool,
-}
-
-impl Running {
-    fn wait(&self) {
-        self.ready.wait();
-    }
-
-    fn continues(&self) -> bool {
-        !self.over.load(Relaxed)
-    }
 }
 
 /// Runs `body`, which returns a number of I/Os, on `count` threads for `length`. Returns the rate of all I/Os.

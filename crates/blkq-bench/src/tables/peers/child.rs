@@ -18,6 +18,8 @@ use crate::process::Usage;
 const EXIT_WAIT: Duration = Duration::from_secs(5);
 /// Interval of polls for the exit of a process.
 pub const POLL_INTERVAL: Duration = Duration::from_micros(200);
+/// Interval of polls for the exit of a client that measures, which frequent polls would disturb.
+const CLIENT_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The last line of standard error is searched in at most this number of bytes.
 const ERRORS_BYTES_MAX: usize = 64 << 10;
@@ -79,19 +81,25 @@ impl Child {
         self.poll(false).map_or(Ok(()), |_| Err(self.exit_message().into()))
     }
 
+    /// Waits up to `limit` until the process exits. Returns its status and its total usage.
+    fn poll_until_exit(&mut self, limit: Duration, interval: Duration) -> Option<(i32, Usage)> {
+        let until = Instant::now() + limit;
+        loop {
+            let exited = self.poll(false);
+            if exited.is_some() || Instant::now() > until {
+                return exited;
+            }
+            std::thread::sleep(interval);
+        }
+    }
+
     /// Waits up to `limit` until the process exits. Returns its total usage. Fails with the last line of
     /// standard error if the process fails.
     pub fn wait(mut self, limit: Duration) -> Result<Usage> {
-        let until = Instant::now() + limit;
-        loop {
-            match self.poll(false) {
-                Some((0, usage)) => return Ok(usage),
-                Some(_) => return Err(self.exit_message().into()),
-                None if Instant::now() > until => {
-                    return Err(format!("{} has not exited within {limit:?}", self.program).into());
-                }
-                None => std::thread::sleep(Duration::from_millis(2)),
-            }
+        match self.poll_until_exit(limit, CLIENT_POLL_INTERVAL) {
+            Some((0, usage)) => Ok(usage),
+            Some(_) => Err(self.exit_message().into()),
+            None => Err(format!("{} has not exited within {limit:?}", self.program).into()),
         }
     }
 
@@ -99,14 +107,11 @@ impl Child {
     /// earlier.
     pub fn stop(mut self) -> Usage {
         self.signal(libc::SIGTERM);
-        let until = Instant::now() + EXIT_WAIT;
         loop {
-            match self.poll(false) {
-                Some((_, usage)) => return usage,
-                None if Instant::now() > until => self.signal(libc::SIGKILL),
-                None => {}
+            if let Some((_, usage)) = self.poll_until_exit(EXIT_WAIT, POLL_INTERVAL) {
+                return usage;
             }
-            std::thread::sleep(POLL_INTERVAL);
+            self.signal(libc::SIGKILL);
         }
     }
 

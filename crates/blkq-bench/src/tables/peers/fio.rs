@@ -46,7 +46,7 @@ impl Job {
         !self.rw.starts_with("rand")
     }
 
-    /// The same workload for a client in this process.
+    /// This workload for a client in this process.
     pub fn load(&self) -> Load {
         let pattern = if self.is_sequential() { Pattern::Sequential } else { Pattern::Random };
         let write = self.rw.contains("write");
@@ -62,13 +62,6 @@ impl Job {
     pub fn warms_up(&self) -> bool {
         self.block_bytes > LARGE_BYTES
     }
-}
-
-#[derive(Clone, Copy)]
-pub enum Length {
-    Time(Duration),
-    /// After one pass over the whole target.
-    Once,
 }
 
 /// The file or server that fio reads and writes.
@@ -99,10 +92,16 @@ pub fn lacks() -> Option<String> {
     }
 }
 
-/// Runs `job` over the first `bytes` of `target`.
+/// Runs `job` over the first `bytes` of `target`, for `length`; without a length, for one pass over all of them.
 ///
 /// There is no ramp time: fio would not count its I/Os, but the server's usage would include them.
-pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Path) -> Result<Report> {
+pub fn run(
+    target: &Target,
+    job: &Job,
+    bytes: u64,
+    length: Option<Duration>,
+    scratch: &Path,
+) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
     // With --thread, fio is a single process, so killing it leaves nothing running.
@@ -119,7 +118,7 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Pat
     command.args([format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)]);
     command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
     let mut limit = EXIT_WAIT;
-    if let Length::Time(length) = length {
+    if let Some(length) = length {
         command.args(["--time_based", &format!("--runtime={}ms", length.as_millis())]);
         limit += length;
     }

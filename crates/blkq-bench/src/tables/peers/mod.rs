@@ -116,7 +116,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     }
     let pace = pace(&bench.pace);
     let file = bench.file()?;
-    let place = Place::new(file.path(), file.bytes())?;
+    let place = Place::new(&file.path, file.bytes)?;
     let over_file = present(&OVER_FILE, pace.quick, &place, &RANDOM, &mut table);
     let over_nothing = present(&OVER_NOTHING, pace.quick, &place, &RANDOM, &mut table);
     if pace.quick {

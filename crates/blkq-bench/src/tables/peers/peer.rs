@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::child::{Child, POLL_INTERVAL};
-use super::fio::{self, Job, Length, Target};
+use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
 use crate::Result;
 use crate::bench::{CaseRun, case};
@@ -144,7 +144,7 @@ pub fn relate(
     }
 }
 
-/// What a client uses while the server runs.
+/// How a client reaches the running server, or the file.
 enum Access {
     Fio(Target),
     /// io_uring of this process on the file or device.
@@ -273,7 +273,7 @@ impl Peer {
         let mut run = match &mut access {
             Access::Fio(target) => {
                 let machine = machine_cpu()?;
-                let report = fio::run(target, job, place.bytes, Length::Time(length), &place.scratch)?;
+                let report = fio::run(target, job, place.bytes, Some(length), &place.scratch)?;
                 rest = machine_cpu()?.saturating_sub(machine).saturating_sub(report.process.cpu);
                 client = Some(report.client);
                 report.run
@@ -355,7 +355,7 @@ impl Watch<'_> {
             std::thread::sleep(IDLE_TIME);
             resident = Some(resident_bytes(server.pid)?);
             if job.warms_up() {
-                fio::run(target, job, place.bytes, Length::Once, &place.scratch)?;
+                fio::run(target, job, place.bytes, None, &place.scratch)?;
                 evict(image)?;
                 counted = peer.nbd_counters(place)?.unwrap_or(counted);
             }
