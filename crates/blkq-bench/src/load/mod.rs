@@ -32,7 +32,7 @@ pub struct Load {
     pub registered: bool,
     /// Whether each I/O is submitted by its own system call.
     pub one_by_one: bool,
-    /// The load stops after this number of I/Os, each at another offset.
+    /// The load stops after this number of I/Os, each at another offset, or when each block of the device was used.
     pub ios_max: Option<u64>,
 }
 
@@ -54,27 +54,6 @@ impl Load {
     /// Writes of 4 KiB; each completed write is replaced by a new one.
     pub fn write(pattern: Pattern, depth: usize) -> Load {
         Load { write: true, ..Load::read(pattern, depth) }
-    }
-
-    #[must_use]
-    pub fn batch(self, batch: usize) -> Load {
-        Load { batch, ..self }
-    }
-
-    #[must_use]
-    pub fn registered(self) -> Load {
-        Load { registered: true, ..self }
-    }
-
-    #[must_use]
-    pub fn one_by_one(self) -> Load {
-        Load { one_by_one: true, ..self }
-    }
-
-    /// Stops after `ios`, or when each block of the device was used.
-    #[must_use]
-    pub fn at_most(self, ios: u64) -> Load {
-        Load { ios_max: Some(ios), ..self }
     }
 
     /// The byte offsets of the I/Os on a device of `bytes`.

@@ -24,22 +24,22 @@ pub fn json(results: &Results) -> Result<String> {
     Ok(serde_json::to_string_pretty(results)? + "\n")
 }
 
+/// The files of a report, each with the function that recognises an earlier one by its first bytes.
+const FILES: [(&str, fn(&[u8]) -> bool); 3] = [(PAGE, is_page), (JSON, is_json), (CSV, csv::is_csv)];
+
 /// Creates the directory if it does not exist, and checks that the report can be written into it and replaces
 /// nothing but an earlier report.
 pub fn check(directory: &Path) -> Result {
     std::fs::create_dir_all(directory).map_err(|e| format!("cannot create {}: {e}", directory.display()))?;
-    check_output(&directory.join(PAGE), is_page)?;
-    check_output(&directory.join(JSON), is_json)?;
-    check_output(&directory.join(CSV), csv::is_csv)
+    FILES.iter().try_for_each(|(name, is_earlier)| check_output(&directory.join(name), *is_earlier))
 }
 
 /// Writes the report into a directory that [`check`] has accepted.
 pub fn write(results: &Results, directory: &Path) -> Result {
     let (json, csv) = (json(results)?, csv::csv(results));
-    let page = page::page(results, &json, &csv);
-    write_output(&directory.join(PAGE), is_page, &page)?;
-    write_output(&directory.join(JSON), is_json, &json)?;
-    write_output(&directory.join(CSV), csv::is_csv, &csv)
+    let texts = [&page::page(results, &json, &csv), &json, &csv];
+    let mut files = FILES.iter().zip(texts);
+    files.try_for_each(|((name, is_earlier), text)| write_output(&directory.join(name), *is_earlier, text))
 }
 
 /// Writes the results as JSON to a file. Fails if the file contains anything but earlier results.

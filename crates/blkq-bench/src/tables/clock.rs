@@ -27,7 +27,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let setting = "512 B random reads, 24 drives, one polling thread each, iostats on";
     table.publish(["current time cached in the plug, Jens Axboe, 2024", setting, "M IOPS"], PUBLISHED);
     for batch in BATCHES {
-        let load = Load::read(Pattern::Random, batch).batch(batch);
+        let load = Load { batch, ..Load::read(Pattern::Random, batch) };
         let on = |clock, iostats| {
             move |length| -> Result<Run> {
                 // A new disk for each run, because the statistics record the maximum age since the disk was built.

@@ -83,7 +83,7 @@ impl Job {
             (false, Pattern::Random) => READ_SHARE,
             (false, Pattern::Sequential) => 1,
         };
-        let load = Load::read(self.pattern, 1).at_most(file.pages() / share);
+        let load = Load { ios_max: Some(file.pages() / share), ..Load::read(self.pattern, 1) };
         let mut offsets: Offsets = load.offsets(file.pages() * PAGE_BYTES as u64);
         let mut memory = vec![0x5a; PAGE_BYTES];
         let (began, mut ios) = (Instant::now(), 0);

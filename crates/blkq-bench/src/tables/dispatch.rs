@@ -70,12 +70,13 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let blocks = bytes / 4096;
     let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
     for (name, base, feature) in PUBLISHED {
-        let load = match name {
-            "randread" => Load::read(Pattern::Random, DEPTH).at_most(blocks / READ_SHARE),
-            "read" => Load::read(Pattern::Sequential, DEPTH).at_most(blocks),
-            "randwrite" => Load::write(Pattern::Random, DEPTH).at_most(writes),
-            _ => Load::write(Pattern::Sequential, DEPTH).at_most(writes),
+        let (load, most) = match name {
+            "randread" => (Load::read(Pattern::Random, DEPTH), blocks / READ_SHARE),
+            "read" => (Load::read(Pattern::Sequential, DEPTH), blocks),
+            "randwrite" => (Load::write(Pattern::Random, DEPTH), writes),
+            _ => (Load::write(Pattern::Sequential, DEPTH), writes),
         };
+        let load = Load { ios_max: Some(most), ..load };
         patterns(bench, &mut table, &path, name, load, feature / base)?;
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
@@ -107,7 +108,7 @@ fn patterns(
         on("serial", Dispatch::Serial, true),
         on("concurrent", Dispatch::Concurrent, true),
         raw("raw io_uring", load),
-        raw("raw, one by one", load.one_by_one()),
+        raw("raw, one by one", Load { one_by_one: true, ..load }),
     ];
     let title = format!("loop buffered, cold, 4 KiB {name}, depth {DEPTH}");
     let mut comparison = bench.compare(&title, cases)?;
@@ -155,7 +156,7 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     let name = |kind: &str, count: usize| format!("{kind}, {count}");
     let mut cases = Vec::new();
     for &count in counts {
-        let load = Load::read(Pattern::Sequential, count).at_most(blocks);
+        let load = Load { ios_max: Some(blocks), ..Load::read(Pattern::Sequential, count) };
         cases.push(cold_case(path, name(KINDS[0], count), &OMITTED, move |length| {
             workers::run(path, &load, length)
         }));

@@ -64,7 +64,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let null_disk = &Disk::builder(null(1 << 40)?).build()?;
     let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
     let line = |name, batch: usize| -> CaseRun<'_> {
-        let load = Load::read(Pattern::Random, batch).batch(batch);
+        let load = Load { batch, ..Load::read(Pattern::Random, batch) };
         match name {
             NULL => Box::new(move |length| local::run(null_disk, &load, length)),
             RAM => Box::new(move |length| local::run(ram, &load, length)),
@@ -85,7 +85,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
 
     let counts = threads();
-    let load = Load::read(Pattern::Random, 32).batch(32);
+    let load = Load { batch: 32, ..Load::read(Pattern::Random, 32) };
     let line = |name, count| -> CaseRun<'_> {
         Box::new(move |length| {
             if name == NOP {
@@ -115,9 +115,11 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
         case(name, move |length| local::run(disk, &load, length))
     };
 
-    let at_once = Load::read(Pattern::Random, 64).registered();
+    let random = |depth| Load { registered: true, ..Load::read(Pattern::Random, depth) };
+    let one_by_one = |load| Load { one_by_one: true, ..load };
+    let at_once = random(64);
     let ways = [
-        ("one by one", "raw, one by one", "loop, one by one", at_once.one_by_one()),
+        ("one by one", "raw, one by one", "loop, one by one", one_by_one(at_once)),
         ("together", "raw, together", "loop, together", at_once),
     ];
     let cases = ways.iter().flat_map(|(_, base, feature, load)| [raw(base, *load), own(feature, *load)]);
@@ -133,16 +135,16 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     }
     table.comparisons.push(comparison);
 
-    let one = Load::read(Pattern::Random, 1).registered();
-    let cases = vec![raw(RAW, one), own(LOOP, one)];
+    let cases = vec![raw(RAW, random(1)), own(LOOP, random(1))];
     let mut comparison = bench.compare("loop direct, 4 KiB random read, depth 1", cases)?;
     comparison.effect("relative to raw", RAW, LOOP, Metric::NsPerIo, None);
     table.comparisons.push(comparison);
 
     // Raw io_uring knows the next offsets too, but submits each read as its own request.
     let load = Load::read(Pattern::Sequential, 64);
+    let batches = Load { batch: 32, ..load };
     let (single, batch) = ("raw, one by one", "raw, batches of 32");
-    let cases = vec![raw(single, load.one_by_one()), raw(batch, load.batch(32)), own(LOOP, load.batch(32))];
+    let cases = vec![raw(single, one_by_one(load)), raw(batch, batches), own(LOOP, batches)];
     let mut comparison = bench.compare("loop direct, 4 KiB sequential read, depth 64", cases)?;
     let mut ratio =
         |base: &str, metric| comparison.effect(format!("relative to {base}"), base, LOOP, metric, None).ratio;
@@ -155,10 +157,7 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     table.comparisons.push(comparison);
 
     let points = depths(&bench.pace);
-    let line = |name, depth| {
-        let load = Load::read(Pattern::Random, depth).registered();
-        (if name == RAW { raw(RAW, load) } else { own(LOOP, load) }).1
-    };
+    let line = |name, depth| (if name == RAW { raw(RAW, random(depth)) } else { own(LOOP, random(depth)) }).1;
     let plot = "loop direct, 4 KiB random read, submitted together";
     table.curves.extend(curves(bench, plot, "depth", &[RAW, LOOP], points, line)?);
     Ok(())
