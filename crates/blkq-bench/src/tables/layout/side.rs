@@ -29,14 +29,10 @@ pub fn contended(disk: &Disk) -> usize {
 
 /// Runs `work` on one thread per queue of the device; each thread owns its queue.
 pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
-    let count = disk.queue_count();
-    together(count, processors, length, |number, running| {
-        let mut queue = disk.open_queue(number)?;
-        let mut stream = Stream::new(work, number);
-        let mut free = buffers();
-        running.ready.wait();
+    let prepare = |number| Ok((disk.open_queue(number)?, Stream::new(work, number), buffers()));
+    together(disk.queue_count(), processors, length, prepare, |(mut queue, mut stream, mut free), over| {
         let mut ios = 0;
-        while !running.over.load(Relaxed) {
+        while !over.load(Relaxed) {
             ios += turn(&mut queue, &mut stream, &mut free)?;
         }
         Ok(ios)
@@ -46,14 +42,11 @@ pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Dur
 /// Runs `work` on threads that submit through an engine with one queue.
 pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
-    together(SUBMITTERS, processors, length, |number, running| {
-        let mut submitter = disk.submitter();
-        let mut stream = Stream::new(work, number);
-        let mut free = buffers();
+    let prepare = |number| Ok((disk.submitter(), Stream::new(work, number), buffers()));
+    together(SUBMITTERS, processors, length, prepare, |(mut submitter, mut stream, mut free), over| {
         let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
-        running.ready.wait();
-        while !running.over.load(Relaxed) {
+        while !over.load(Relaxed) {
             let Some(buffer) = free.pop().or_else(|| back.recv().ok()) else { break };
             let (completed, failed, give) = (completed.clone(), failed.clone(), give.clone());
             submitter.submit(stream.next(buffer), move |result, data| {
@@ -113,33 +106,32 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
     Ok(free.len() as u64)
 }
 
-struct Running {
-    ready: Barrier,
-    over: AtomicBool,
-}
-
-/// Runs `body`, which returns a number of I/Os, on `count` threads for `length`. Returns the rate of all I/Os.
-fn together(
+/// Runs `body`, which returns a number of I/Os, on `count` threads until `length` has passed and the flag is set. Each
+/// thread prepares first. Returns the rate of all I/Os.
+fn together<T>(
     count: usize,
     processors: Processors,
     length: Duration,
-    body: impl Fn(usize, &Running) -> Result<u64> + Sync,
+    prepare: impl Fn(usize) -> Result<T> + Sync,
+    body: impl Fn(T, &AtomicBool) -> Result<u64> + Sync,
 ) -> Result<Run> {
-    let running = Running { ready: Barrier::new(count + 1), over: AtomicBool::new(false) };
+    let (ready, over) = (Barrier::new(count + 1), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..count)
             .map(|number| {
-                let (running, body) = (&running, &body);
+                let (ready, over, prepare, body) = (&ready, &over, &prepare, &body);
                 scope.spawn(move || {
-                    processors.confine()?;
-                    body(number, running)
+                    let prepared = processors.confine().and_then(|()| prepare(number));
+                    // The other threads wait for this thread, even if it failed.
+                    ready.wait();
+                    body(prepared?, over)
                 })
             })
             .collect();
-        running.ready.wait();
+        ready.wait();
         let (began, used) = (Instant::now(), Usage::of_self());
         std::thread::sleep(length);
-        running.over.store(true, Relaxed);
+        over.store(true, Relaxed);
         let mut ios = 0;
         for thread in threads {
             ios += thread.join().map_err(|_| "a thread panicked")??;
