@@ -258,9 +258,11 @@ impl Session {
     }
 
     fn wait(&mut self) {
+        // Polls, because the thread that decompresses clusters does not wake `LocalQueue::wait`.
         while self.queue.in_flight() > 0 {
-            self.queue.wait(1);
+            self.queue.poll();
             self.take();
+            std::thread::yield_now();
         }
         self.take();
     }
