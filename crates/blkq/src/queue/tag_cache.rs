@@ -104,10 +104,10 @@ impl TagCache {
                 return None;
             }
         }
-        let mut tag = set.get_batch(hint, 1).next();
+        let mut tag = set.get(hint);
         if tag.is_none() {
             set.prepare_wait(waiter);
-            tag = set.get_batch(hint, 1).next();
+            tag = set.get(hint);
         }
         if tag.is_some() {
             set.finish_wait(waiter);

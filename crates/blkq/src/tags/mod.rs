@@ -1,7 +1,7 @@
 //! The tag set: a bitmap of free tags that several threads share without a lock (the kernel's sbitmap and
 //! block/blk-mq-tag.c). Invariant: a set bit is a free tag, and a tag is given to at most one request at a
-//! time. Tags are taken and freed a word at a time, with one atomic operation per word of a batch. A queue
-//! that finds no free tag waits as described in `tags/wait.rs`. Queues that share a set get fair shares of it
+//! time. Tags are freed with one atomic operation per word of a batch. A queue that finds no free tag waits as
+//! described in `tags/wait.rs`. Queues that share a set get fair shares of it
 //! (`hctx_may_queue`).
 
 mod wait;
@@ -66,62 +66,6 @@ pub struct TagSet {
 #[derive(Debug)]
 pub struct TagHint {
     word: usize,
-}
-
-/// Tags of one word that were taken together. The iterator returns them in ascending order. All of them are
-/// in use, including those that the iterator has not returned yet.
-#[derive(Debug, Default)]
-#[must_use = "the tags stay in use until they are put back"]
-pub struct TagBatch {
-    base: u16,
-    bits: u64,
-}
-
-impl TagBatch {
-    #[cfg(all(test, not(model_check)))]
-    pub fn is_empty(&self) -> bool {
-        self.bits == 0
-    }
-}
-
-impl Iterator for TagBatch {
-    type Item = Tag;
-
-    #[inline]
-    fn next(&mut self) -> Option<Tag> {
-        if self.bits == 0 {
-            return None;
-        }
-        let bit = self.bits.trailing_zeros() as u16;
-        self.bits &= self.bits - 1;
-        Some(Tag(self.base + bit))
-    }
-
-    #[inline]
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = self.bits.count_ones() as usize;
-        (left, Some(left))
-    }
-}
-
-impl ExactSizeIterator for TagBatch {}
-
-/// The lowest `want` set bits of `free`, or all of them if there are fewer.
-#[inline]
-fn lowest_bits(free: u64, want: usize) -> u64 {
-    if want >= 64 || free == 0 {
-        return free;
-    }
-    // Free tags are mostly consecutive. Then no loop is needed.
-    let row = ((1 << want) - 1) << free.trailing_zeros();
-    if free & row == row {
-        return row;
-    }
-    let mut rest = free;
-    for _ in 0..want {
-        rest &= rest.wrapping_sub(1);
-    }
-    free ^ rest
 }
 
 #[cold]
@@ -215,39 +159,22 @@ impl TagSet {
         TagHint { word: number % self.words.len() }
     }
 
-    /// Takes up to `want` free tags of one word with one atomic operation. An empty batch means that no tag
-    /// was free. A batch with fewer than `want` tags does not, because other words may have free tags.
+    /// Takes a free tag with one atomic operation. `None` if no tag was free.
     #[inline]
-    pub fn get_batch(&self, hint: &mut TagHint, want: usize) -> TagBatch {
-        if want == 0 {
-            return TagBatch::default();
-        }
+    pub fn get(&self, hint: &mut TagHint) -> Option<Tag> {
         for _ in 0..self.words.len() {
             // The hint may come from a set with more words.
             if hint.word >= self.words.len() {
                 hint.word = 0;
             }
-            let bits = self.take(hint.word, want);
-            if bits != 0 {
-                return TagBatch { base: (hint.word << self.shift) as u16, bits };
+            let take_lowest = |free: u64| (free != 0).then(|| free & (free - 1));
+            let word = &self.words[hint.word];
+            if let Ok(free) = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take_lowest) {
+                return Some(Tag(((hint.word << self.shift) as u32 + free.trailing_zeros()) as u16));
             }
             hint.word += 1;
         }
-        TagBatch::default()
-    }
-
-    #[inline]
-    fn take(&self, word: usize, want: usize) -> u64 {
-        let word = &self.words[word];
-        let mut free = word.load(Ordering::SeqCst);
-        while free != 0 {
-            let bits = lowest_bits(free, want);
-            match word.compare_exchange_weak(free, free & !bits, Ordering::SeqCst, Ordering::SeqCst) {
-                Ok(_) => return bits,
-                Err(now) => free = now,
-            }
-        }
-        0
+        None
     }
 
     #[cfg(all(test, not(model_check)))]

@@ -17,14 +17,7 @@ impl Wake for Counter {
 
 fn take_all(set: &TagSet) -> Vec<Tag> {
     let mut hint = set.hint();
-    let mut all = Vec::new();
-    loop {
-        let before = all.len();
-        all.extend(set.get_batch(&mut hint, 64));
-        if all.len() == before {
-            return all;
-        }
-    }
+    std::iter::from_fn(|| set.get(&mut hint)).collect()
 }
 
 #[test]
@@ -47,16 +40,6 @@ fn words_do_not_share_a_cache_line() {
     let set = TagSet::new(128);
     let address = |index: usize| &raw const set.words[index] as usize;
     assert!(address(1) - address(0) >= 64);
-}
-
-#[test]
-fn lowest_bits_returns_the_lowest_set_bits() {
-    assert_eq!(lowest_bits(0b1011_0110, 3), 0b0001_0110);
-    assert_eq!(lowest_bits(0b0111_0000, 2), 0b0011_0000);
-    assert_eq!(lowest_bits(0b1000_0001, 5), 0b1000_0001);
-    assert_eq!(lowest_bits(u64::MAX << 60, 8), u64::MAX << 60);
-    assert_eq!(lowest_bits(u64::MAX, 64), u64::MAX);
-    assert_eq!(lowest_bits(0, 3), 0);
 }
 
 #[test]
@@ -190,10 +173,11 @@ proptest! {
         for step in steps {
             match step {
                 Step::Get { hint, want } => {
-                    let batch = set.get_batch(&mut hints[hint], want);
-                    prop_assert!(batch.len() <= want);
-                    prop_assert!(!batch.is_empty() || want == 0 || used.len() == usize::from(now));
-                    for tag in batch {
+                    for _ in 0..want {
+                        let Some(tag) = set.get(&mut hints[hint]) else {
+                            prop_assert_eq!(used.len(), usize::from(now));
+                            break;
+                        };
                         prop_assert!(tag.0 < now && used.insert(tag));
                         order.push(tag);
                     }
