@@ -167,8 +167,8 @@ impl Disk {
         if !self.bitmaps.is_closed() {
             return Ok(());
         }
-        let message = format!("{}: the device is stopping, so its bitmaps cannot be changed", self.name);
-        Err(Error::new(ErrorKind::Unsupported, message))
+        let what = "the device is stopping, so its bitmaps cannot be changed";
+        Err(self.error(ErrorKind::Unsupported, what))
     }
 
     fn check_changeable(&self, why: &str) -> Result<(), Error> {
@@ -176,7 +176,7 @@ impl Disk {
         if !self.limits().read_only {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Unsupported, format!("{}: the device is read-only, so {why}", self.name)))
+        Err(self.error(ErrorKind::Unsupported, format!("the device is read-only, so {why}")))
     }
 
     fn find_bitmap(&self, name: &str) -> Result<Arc<Bitmap>, Error> {

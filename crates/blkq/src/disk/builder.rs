@@ -1,15 +1,28 @@
 use std::sync::Arc;
 
+use crate::bitmap::BitmapSet;
 use crate::clock::ClockMode;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
+use crate::kick::Kick;
 use crate::limits::QUEUES_MAX;
+use crate::remote::gate::RequestGate;
+use crate::remote::software::SoftwareQueues;
 use crate::sched::SchedulerKind;
-use crate::throttle::RateLimits;
+use crate::stats::QueueStats;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::tags::TagSet;
+use crate::throttle::{RateLimits, ThrottleControl};
 
-use super::Disk;
-use super::hold::ErrorPolicy;
+use super::freeze::DiskControl;
+use super::hold::{ErrorPolicy, HoldControl};
 use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
+use super::{Disk, HardwareQueue};
+
+/// The number of the next disk of this process. Not an atomic of [`sync`](crate::sync): nothing depends on
+/// the order of its changes, so the model checkers need not see them.
+static NEXT_NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
 /// Builds a [`Disk`] from a driver and settings.
 pub struct DiskBuilder {
@@ -24,6 +37,63 @@ pub struct DiskBuilder {
     ignore_flushes: bool,
 }
 
+/// Defines methods that set one field of [`DiskBuilder`] each.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $value:ty => $($field:ident).+;)*) => {
+        impl DiskBuilder {
+            $($(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, $name: $value) -> DiskBuilder {
+                self.$($field).+ = $name;
+                self
+            })*
+        }
+    };
+}
+
+setters! {
+    /// Sets the number of hardware queues, from 1 to [`QUEUES_MAX`]. The default is 1.
+    queues: usize => queues;
+
+    /// Sets the number of requests in flight per queue, from 1 to [`DEPTH_MAX`]. The default is
+    /// [`DEPTH_DEFAULT`].
+    depth: u16 => settings.depth;
+
+    /// Lets all queues share one tag set, as BLK_MQ_F_TAG_HCTX_SHARED does, instead of one for each queue.
+    shared_tags: bool => shared_tags;
+
+    /// Rejects writes, also if the device is writable.
+    read_only: bool => read_only;
+
+    /// Sets the scheduler. The default is none.
+    scheduler: SchedulerKind => settings.scheduler;
+
+    /// Sets whether neighbouring bios are merged. The default is true.
+    merge: bool => settings.merge;
+
+    /// Sets [`Settings::early_submission`]. The default is true.
+    early_submission: bool => settings.early_submission;
+
+    /// Sets whether submitters get requests in batches when the device is full. The default is true.
+    batching: bool => settings.batching;
+
+    /// Sets whether I/O is counted and timed. The default is true.
+    iostats: bool => settings.iostats;
+
+    /// Sets how time stamps are taken. The default is a cached clock.
+    clock: ClockMode => settings.clock;
+
+    /// Sets limits of I/Os and bytes per second. The default is no limits.
+    rate_limits: RateLimits => rate_limits;
+
+    /// Sets the policy for requests that the driver fails. The default is to report their errors.
+    error_policy: ErrorPolicy => error_policy;
+
+    /// Sets whether flushes and FUA do nothing. The default is false. If true, nothing is durable until the
+    /// backing store writes it back on its own.
+    ignore_flushes: bool => ignore_flushes;
+}
+
 impl DiskBuilder {
     /// Sets the name for messages and statistics. The default is the driver's name.
     #[must_use]
@@ -32,113 +102,10 @@ impl DiskBuilder {
         self
     }
 
-    /// Sets the number of hardware queues, from 1 to [`QUEUES_MAX`]. The default is 1.
-    #[must_use]
-    pub fn queues(mut self, queues: usize) -> DiskBuilder {
-        self.queues = queues;
-        self
-    }
-
-    /// Sets the number of requests in flight per queue, from 1 to [`DEPTH_MAX`]. The default is
-    /// [`DEPTH_DEFAULT`].
-    #[must_use]
-    pub fn depth(mut self, depth: u16) -> DiskBuilder {
-        self.settings.depth = depth;
-        self
-    }
-
-    /// Lets all queues share one tag set, as BLK_MQ_F_TAG_HCTX_SHARED does, instead of one for each queue.
-    #[must_use]
-    pub fn shared_tags(mut self, shared: bool) -> DiskBuilder {
-        self.shared_tags = shared;
-        self
-    }
-
-    /// Rejects writes, also if the device is writable.
-    #[must_use]
-    pub fn read_only(mut self, read_only: bool) -> DiskBuilder {
-        self.read_only = read_only;
-        self
-    }
-
-    /// Sets the scheduler. The default is none.
-    #[must_use]
-    pub fn scheduler(mut self, scheduler: SchedulerKind) -> DiskBuilder {
-        self.settings.scheduler = scheduler;
-        self
-    }
-
-    /// Sets whether neighbouring bios are merged. The default is true.
-    #[must_use]
-    pub fn merge(mut self, merge: bool) -> DiskBuilder {
-        self.settings.merge = merge;
-        self
-    }
-
-    /// Sets [`Settings::early_submission`]. The default is true.
-    #[must_use]
-    pub fn early_submission(mut self, early_submission: bool) -> DiskBuilder {
-        self.settings.early_submission = early_submission;
-        self
-    }
-
-    /// Sets whether submitters get requests in batches when the device is full. The default is true.
-    #[must_use]
-    pub fn batching(mut self, batching: bool) -> DiskBuilder {
-        self.settings.batching = batching;
-        self
-    }
-
-    /// Sets whether I/O is counted and timed. The default is true.
-    #[must_use]
-    pub fn iostats(mut self, iostats: bool) -> DiskBuilder {
-        self.settings.iostats = iostats;
-        self
-    }
-
-    /// Sets how time stamps are taken. The default is a cached clock.
-    #[must_use]
-    pub fn clock(mut self, clock: ClockMode) -> DiskBuilder {
-        self.settings.clock = clock;
-        self
-    }
-
-    /// Sets limits of I/Os and bytes per second. The default is no limits.
-    #[must_use]
-    pub fn rate_limits(mut self, limits: RateLimits) -> DiskBuilder {
-        self.rate_limits = limits;
-        self
-    }
-
-    /// Sets the policy for requests that the driver fails. The default is to report their errors.
-    #[must_use]
-    pub fn error_policy(mut self, policy: ErrorPolicy) -> DiskBuilder {
-        self.error_policy = policy;
-        self
-    }
-
-    /// Sets whether flushes and FUA do nothing. The default is false. If true, nothing is durable until the
-    /// backing store writes it back on its own.
-    #[must_use]
-    pub fn ignore_flushes(mut self, ignore: bool) -> DiskBuilder {
-        self.ignore_flushes = ignore;
-        self
-    }
-
     /// Builds the disk. Fails with [`ErrorKind::Invalid`] if the number of queues, the depth or the driver's
     /// limits are invalid.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
-        let DiskBuilder {
-            driver,
-            name,
-            queues,
-            shared_tags,
-            read_only,
-            settings,
-            rate_limits,
-            error_policy,
-            ignore_flushes,
-        } = self;
+        let DiskBuilder { driver, name, queues, shared_tags, settings, .. } = self;
         let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
         if !(1..=QUEUES_MAX).contains(&queues) {
             return invalid(format!("the number of queues must be 1 to {QUEUES_MAX}, not {queues}"));
@@ -151,10 +118,43 @@ impl DiskBuilder {
             return invalid(format!("depth must be 1 to {DEPTH_MAX}, not {}", settings.depth));
         }
         driver.limits().validate()?;
-        let disk = Disk::assemble(driver, name, settings, queues, shared_tags, read_only, ignore_flushes)?;
-        disk.hold.set_policy(error_policy);
-        if !rate_limits.is_none() {
-            disk.set_rate_limits(&rate_limits);
+        let depth_max = settings.tags();
+        let shared = shared_tags.then(|| {
+            let tags = TagSet::new(depth_max);
+            tags.set_depth(settings.requests());
+            Arc::new(tags)
+        });
+        let hardware = || -> Result<Arc<HardwareQueue>, Error> {
+            Ok(Arc::new(HardwareQueue {
+                tags: shared.clone(),
+                kick: Arc::new(Kick::new()?),
+                software: SoftwareQueues::new(),
+                stats: QueueStats::shared(),
+                open: AtomicBool::new(false),
+            }))
+        };
+        let disk = Arc::new(Disk {
+            control: DiskControl::new(queues),
+            throttle: ThrottleControl::new(),
+            hold: HoldControl::new(queues),
+            bitmaps: BitmapSet::new(),
+            ignore_flushes: self.ignore_flushes,
+            gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
+            queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
+            name,
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            driver: Mutex::new(driver),
+            settings: Mutex::new(settings),
+            changing: Mutex::new(()),
+            read_only: AtomicBool::new(self.read_only),
+            depth_max,
+            shared_tags,
+            next_queue: AtomicUsize::new(0),
+            broken: Mutex::new(None),
+        });
+        disk.hold.set_policy(self.error_policy);
+        if !self.rate_limits.is_none() {
+            disk.set_rate_limits(&self.rate_limits);
         }
         Ok(disk)
     }

@@ -35,8 +35,7 @@ impl Disk {
         let (now, then) = (self.driver().limits(), driver.limits());
         then.validate()?;
         let (queues, most) = (self.queue_count(), driver.queues_max());
-        let refused =
-            |why: String| Err(Error::new(ErrorKind::Unsupported, format!("{}: {why}", self.name())));
+        let refused = |why: String| Err(self.error(ErrorKind::Unsupported, why));
         if queues > most {
             return refused(format!(
                 "a {} device has at most {most} queues, and {queues} are needed",

@@ -45,10 +45,6 @@ use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
-/// The number of the next disk of this process. Not an atomic of [`sync`](crate::sync): nothing depends on
-/// the order of its changes, so the model checkers need not see them.
-static NEXT_NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-
 /// The part of a hardware queue that other threads use.
 pub(crate) struct HardwareQueue {
     /// The tag set that all queues share, if they share one. Otherwise each queue's owner has its own tags.
@@ -89,52 +85,6 @@ pub struct Disk {
 }
 
 impl Disk {
-    pub(super) fn assemble(
-        driver: Arc<dyn Driver>,
-        name: String,
-        settings: Settings,
-        queues: usize,
-        shared_tags: bool,
-        read_only: bool,
-        ignore_flushes: bool,
-    ) -> Result<Arc<Disk>, Error> {
-        let depth_max = settings.tags();
-        let shared = shared_tags.then(|| {
-            let tags = TagSet::new(depth_max);
-            tags.set_depth(settings.requests());
-            Arc::new(tags)
-        });
-        let hardware = || -> Result<Arc<HardwareQueue>, Error> {
-            Ok(Arc::new(HardwareQueue {
-                tags: shared.clone(),
-                kick: Arc::new(Kick::new()?),
-                software: SoftwareQueues::new(),
-                stats: QueueStats::shared(),
-                open: AtomicBool::new(false),
-            }))
-        };
-        let disk = Disk {
-            control: DiskControl::new(queues),
-            throttle: ThrottleControl::new(),
-            hold: HoldControl::new(queues),
-            bitmaps: BitmapSet::new(),
-            ignore_flushes,
-            gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
-            queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
-            name,
-            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
-            driver: Mutex::new(driver),
-            settings: Mutex::new(settings),
-            changing: Mutex::new(()),
-            read_only: AtomicBool::new(read_only),
-            depth_max,
-            shared_tags,
-            next_queue: AtomicUsize::new(0),
-            broken: Mutex::new(None),
-        };
-        Ok(Arc::new(disk))
-    }
-
     /// The name of the disk in messages and statistics.
     pub fn name(&self) -> &str {
         &self.name
@@ -328,13 +278,13 @@ impl Disk {
 
     /// Makes the disk a member of a group, in place of a previous membership.
     pub fn join_group(&self, member: Member) {
-        self.throttle.set_member(member);
+        self.throttle.set_member(Some(member));
         self.wake_queues();
     }
 
     /// Removes the disk from its group, if it is in one.
     pub fn leave_group(&self) {
-        self.throttle.remove_member();
+        self.throttle.set_member(None);
         self.wake_queues();
     }
 
@@ -392,9 +342,8 @@ impl Disk {
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         self.driver().set_read_only(read_only)?;
         if !read_only && self.driver().limits().read_only {
-            let message =
-                format!("{}: the device of the {} driver is read-only", self.name, self.driver().name());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            let what = format!("the device of the {} driver is read-only", self.driver().name());
+            return Err(self.error(ErrorKind::Unsupported, what));
         }
         self.read_only.store(read_only, Ordering::SeqCst);
         Ok(())
@@ -437,23 +386,26 @@ impl Disk {
     fn freeze_timeout(&self) -> Result<(), Error> {
         // Held requests do not complete until the operator resumes the disk, so waiting for them is futile.
         let has_held = || self.held() > 0;
-        if !self.control.freeze_timeout(FREEZE_TIMEOUT, has_held, |queue| self.queues[queue].kick.kick()) {
-            match self.held() {
-                0 => {}
-                held => {
-                    let requests = if held == 1 { "request is" } else { "requests are" };
-                    let message = format!("{}: {held} {requests} held after I/O errors", self.name);
-                    return Err(Error::new(ErrorKind::Held, message));
-                }
-            }
-            let message = format!(
-                "{}: I/O in flight did not complete within {} s; try again when the backing store responds",
-                self.name,
-                FREEZE_TIMEOUT.as_secs()
-            );
-            return Err(Error::new(ErrorKind::Busy, message));
+        if self.control.freeze_timeout(FREEZE_TIMEOUT, has_held, |queue| self.queues[queue].kick.kick()) {
+            return Ok(());
         }
-        Ok(())
+        let (kind, what) = match self.held() {
+            0 => (
+                ErrorKind::Busy,
+                format!(
+                    "I/O in flight did not complete within {} s; try again when the backing store responds",
+                    FREEZE_TIMEOUT.as_secs()
+                ),
+            ),
+            1 => (ErrorKind::Held, "1 request is held after I/O errors".to_owned()),
+            held => (ErrorKind::Held, format!("{held} requests are held after I/O errors")),
+        };
+        Err(self.error(kind, what))
+    }
+
+    /// An error whose message begins with the name of the disk.
+    fn error(&self, kind: ErrorKind, what: impl std::fmt::Display) -> Error {
+        Error::new(kind, format!("{}: {what}", self.name))
     }
 
     /// Freezes the disk: when this returns, no request is in flight, and none starts until the returned value
@@ -504,16 +456,16 @@ impl Disk {
         if index < self.queues.len() {
             return Ok(());
         }
-        let message = format!("{}: there is no queue {index}; the disk has {}", self.name, self.queues.len());
-        Err(Error::new(ErrorKind::NotFound, message))
+        let what = format!("there is no queue {index}; the disk has {}", self.queues.len());
+        Err(self.error(ErrorKind::NotFound, what))
     }
 
     /// Makes the caller the owner of a queue, until the returned value is dropped.
     pub(crate) fn claim_queue(self: &Arc<Disk>, index: usize) -> Result<QueueClaim, Error> {
         self.check_queue(index)?;
         if self.queues[index].open.swap(true, Ordering::SeqCst) {
-            let message = format!("{}: queue {index} is already open; each queue has one owner", self.name);
-            return Err(Error::new(ErrorKind::Busy, message));
+            let what = format!("queue {index} is already open; each queue has one owner");
+            return Err(self.error(ErrorKind::Busy, what));
         }
         Ok(QueueClaim { disk: self.clone(), index })
     }

@@ -116,26 +116,35 @@ impl ThrottleControl {
         lock(&self.throttle).clone()
     }
 
+    /// Changes the limits. The caller must wake the queues afterwards.
+    fn change(&self, change: impl FnOnce(&mut Throttle)) {
+        let mut throttle = lock(&self.throttle);
+        change(&mut throttle);
+        self.generation.fetch_add(1, SeqCst);
+    }
+
     /// Changes the disk's own limits. The caller must wake the queues afterwards.
     pub fn set_limits(&self, limits: &RateLimits) {
-        let mut throttle = lock(&self.throttle);
-        throttle.limits = *limits;
-        throttle.buckets.forgive_debt(monotonic_ns());
-        self.generation.fetch_add(1, SeqCst);
+        self.change(|throttle| {
+            throttle.limits = *limits;
+            throttle.buckets.forgive_debt(monotonic_ns());
+        });
     }
 
     /// Starts or stops the measurement of device times. Returns false if it is running already. The caller
     /// must wake the queues afterwards.
     pub fn set_measured(&self, times: Option<Arc<[Arc<DeviceTimes>]>>) -> bool {
-        let mut throttle = lock(&self.throttle);
-        if times.is_some() && throttle.measured.is_some() {
-            return false;
+        let mut is_free = true;
+        self.change(|throttle| {
+            is_free = times.is_none() || throttle.measured.is_none();
+            if is_free {
+                throttle.measured = times;
+            }
+        });
+        if is_free {
+            self.set_ceiling(None);
         }
-        throttle.measured = times;
-        self.generation.fetch_add(1, SeqCst);
-        drop(throttle);
-        self.set_ceiling(None);
-        true
+        is_free
     }
 
     pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
@@ -151,16 +160,9 @@ impl ThrottleControl {
         }
     }
 
-    /// Makes the disk a member of a group. The caller must wake the queues afterwards.
-    pub fn set_member(&self, member: Member) {
-        lock(&self.throttle).member = Some(Arc::new(member));
-        self.generation.fetch_add(1, SeqCst);
-    }
-
-    /// Removes the disk from its group. The caller must wake the queues.
-    pub fn remove_member(&self) {
-        lock(&self.throttle).member = None;
-        self.generation.fetch_add(1, SeqCst);
+    /// Makes the disk a member of a group, or of none. The caller must wake the queues afterwards.
+    pub fn set_member(&self, member: Option<Member>) {
+        self.change(|throttle| throttle.member = member.map(Arc::new));
     }
 
     pub fn generation(&self) -> u64 {
