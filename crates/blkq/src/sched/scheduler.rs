@@ -27,11 +27,13 @@ pub(crate) trait Scheduler: Send {
     ) -> Option<(Tag, MergeSide)>;
 
     /// Called after a bio was merged into the request, which changes its start or its length.
-    fn merged(&mut self, tag: Tag, requests: &[Request]);
+    fn merged(&mut self, _tag: Tag, _requests: &[Request]) {}
 
     /// Finds the queued request that touches `tag` on `side` after a merge there: the request that follows it
-    /// for the back, the one before it for the front.
-    fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
+    /// for the back, the one before it for the front. `None` if the scheduler does not join requests.
+    fn find_neighbour(&self, _requests: &[Request], _tag: Tag, _side: MergeSide) -> Option<Tag> {
+        None
+    }
 
     /// Called after `gone`, the neighbour behind `kept`, was merged into `kept`. Both keep the earlier of
     /// their insertion times.

@@ -159,14 +159,9 @@ impl Meter {
     /// The cost of the request in units of the rate. 0 if the limit does not count it.
     #[inline]
     fn cost(&self, request: &Request) -> u64 {
-        let concerned = match self.key {
-            LimitKey::Iops | LimitKey::Bps => true,
-            LimitKey::ReadIops | LimitKey::ReadBps => request.operation() == Operation::Read,
-            LimitKey::WriteIops | LimitKey::WriteBps => request.operation() != Operation::Read,
-        };
         let bytes = data_bytes(request);
         match self.unit {
-            _ if !concerned => 0,
+            _ if !self.concerns(request.operation() == Operation::Read) => 0,
             Unit::One => 1,
             Unit::PerBytes(size) => bytes.div_ceil(size).max(1),
             Unit::Bytes => bytes,
@@ -174,6 +169,7 @@ impl Meter {
     }
 
     /// Whether the limit counts reads, or for `reads == false` all other operations.
+    #[inline]
     pub fn concerns(&self, reads: bool) -> bool {
         match self.key {
             LimitKey::Iops | LimitKey::Bps => true,

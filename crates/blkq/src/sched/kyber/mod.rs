@@ -250,13 +250,6 @@ impl Scheduler for Kyber {
         })
     }
 
-    fn merged(&mut self, _tag: Tag, _requests: &[Request]) {}
-
-    /// Kyber does not join requests that touch after a merge.
-    fn find_neighbour(&self, _requests: &[Request], _tag: Tag, _side: MergeSide) -> Option<Tag> {
-        None
-    }
-
     fn joined(&mut self, kept: Tag, gone: Tag) {
         let inserted_ns = self.entries[gone.index()].inserted_ns;
         let entry = &mut self.entries[kept.index()];
