@@ -5,7 +5,6 @@
 //! kernel once.
 
 pub(crate) mod local;
-mod rounds;
 #[cfg(any(simulation, fuzz_interface))]
 mod simulated;
 mod source;
@@ -27,14 +26,17 @@ use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 #[doc(hidden)]
 pub use simulated::SimulatedEngine;
 pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StoppingSource};
-use source::{FIRST_SOURCE, Message};
-use sources::{EngineParts, Sources};
+use source::{EngineParts, FIRST_SOURCE, Message};
+use sources::Sources;
 pub use thread::EngineThread;
 pub use worker::Worker;
 
 const RING_ENTRIES: u32 = 512;
 /// The owner in the tokens of the engine's own operations, which wait for kicks.
 const ENGINE: u16 = u16::MAX;
+/// The maximum number of rounds of a turn, so that a source whose bios complete immediately does not keep the
+/// engine from its other work.
+const TURN_ROUNDS: usize = 16;
 
 /// Aborts the process if a panic unwinds through it. Unwinding would free the memory of requests in flight,
 /// which the kernel still reads and writes, and their clients would wait forever.
@@ -49,17 +51,13 @@ impl Drop for AbortOnUnwind {
 }
 
 struct Engine {
-    ring: Ring,
-    queues: Vec<Queue>,
+    parts: EngineParts,
     sources: Sources,
-    handle: EngineHandle,
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
     /// The ring's counters at the time when they were last added to the statistics.
     counted: RingCounters,
-    turn: u64,
-    exit: bool,
 }
 
 impl Engine {
@@ -77,16 +75,12 @@ impl Engine {
             queues.iter_mut().for_each(|queue| queue.set_several_queues());
         }
         let mut engine = Engine {
-            ring,
-            queues,
+            parts: EngineParts { ring, queues, handle, turn: 0, exits: false },
             sources: Sources::new(),
-            handle,
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
             counted: RingCounters::default(),
-            turn: 0,
-            exit: false,
         };
         (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
         Ok(engine)
@@ -95,7 +89,7 @@ impl Engine {
     /// Submits an operation to the ring that completes when kick `index` is readable.
     fn arm_kick(&mut self, index: usize) {
         // SAFETY: `Engine::kicks` keeps the kicks, and the ring is dropped before it.
-        unsafe { self.ring.watch(&self.kicks[index], Token::new(ENGINE, index as u64)) }
+        unsafe { self.parts.ring.watch(&self.kicks[index], Token::new(ENGINE, index as u64)) }
     }
 
     fn run(&mut self) {
@@ -104,42 +98,84 @@ impl Engine {
         loop {
             self.turn();
             // Checked before the engine waits again, because no completion would wake it.
-            if self.exit && self.is_stopped() {
+            if self.parts.exits && self.is_stopped() {
                 break;
             }
             self.enter();
         }
-        self.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.ring)));
+        self.parts.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.parts.ring)));
     }
 
     fn is_stopped(&self) -> bool {
-        self.sources.are_stopped() && self.queues.iter().all(Queue::is_drained)
+        self.sources.are_stopped() && self.parts.queues.iter().all(Queue::is_drained)
     }
 
     fn turn(&mut self) {
-        self.turn += 1;
+        self.parts.turn += 1;
         let mut cqes = std::mem::take(&mut self.cqes);
-        self.ring.reap_all(&mut cqes);
+        self.parts.ring.reap_all(&mut cqes);
         for cqe in cqes.drain(..) {
             self.route(cqe);
         }
         self.cqes = cqes;
         self.count_enters();
         self.take_messages();
-        for queue in &mut self.queues {
-            queue.begin_turn(Some(&mut self.ring));
+        for queue in &mut self.parts.queues {
+            queue.begin_turn(Some(&mut self.parts.ring));
         }
         self.run_rounds();
         self.sources.drop_stopped();
     }
 
+    /// Runs rounds until no bio completes immediately, or a queue has used up the budget of its turn.
+    fn run_rounds(&mut self) {
+        for _ in 0..TURN_ROUNDS {
+            self.deliver();
+            self.sources.on_turn(&mut self.parts);
+            let EngineParts { ring, queues, .. } = &mut self.parts;
+            queues.iter_mut().for_each(|queue| queue.dispatch_all(Some(&mut *ring)));
+            // This is the last step, because dispatching a request may make it fail and be held. The next
+            // round delivers the bios that complete here.
+            self.fail_abandoned();
+            let is_over = self.parts.queues.iter().all(|queue| queue.completions().is_empty());
+            if is_over || self.parts.queues.iter().any(Queue::is_cut_short) {
+                break;
+            }
+        }
+    }
+
+    /// Completes held requests for which no client waits. If such requests were resumed later, they could
+    /// overwrite what the same client has meanwhile written over another connection.
+    #[inline]
+    fn fail_abandoned(&mut self) {
+        let Engine { parts: EngineParts { ring, queues, .. }, sources, .. } = self;
+        for queue in queues.iter_mut().filter(|queue| queue.has_held()) {
+            queue.fail_abandoned(Some(ring), |user_data| sources.is_abandoned(Token(user_data)));
+        }
+    }
+
+    fn deliver(&mut self) {
+        for index in 0..self.parts.queues.len() {
+            let Engine { parts, sources, .. } = self;
+            let queue = &mut parts.queues[index];
+            queue.name_failed(|user_data, text| sources.write_client(Token(user_data), text));
+            let mut completed = std::mem::take(queue.completions_mut());
+            completed.drain(..).for_each(|completion| sources.on_bio(completion, parts));
+            // Keeps the capacity that the list has grown to, unless more bios have completed meanwhile.
+            let queue = &mut parts.queues[index];
+            if queue.completions().is_empty() {
+                *queue.completions_mut() = completed;
+            }
+        }
+    }
+
     /// Counts system calls for the first queue. The queues of an engine usually belong to one disk, whose
     /// statistics are the sum over its queues.
     fn count_enters(&mut self) {
-        let now = self.ring.counters();
+        let now = self.parts.ring.counters();
         let before = std::mem::replace(&mut self.counted, now);
         let early = now.early_submissions - before.early_submissions;
-        self.queues[0].count_enters(now.enters - before.enters, early);
+        self.parts.queues[0].count_enters(now.enters - before.enters, early);
     }
 
     #[inline]
@@ -151,24 +187,15 @@ impl Engine {
                 self.arm_kick(index);
             }
             queue if queue < FIRST_SOURCE => {
-                self.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.ring));
+                self.parts.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.parts.ring));
             }
-            source => {
-                let (sources, parts) = self.split();
-                sources.on_cqe(source, cqe, parts);
-            }
+            source => self.sources.on_cqe(source, cqe, &mut self.parts),
         }
-    }
-
-    #[inline]
-    fn split(&mut self) -> (&mut Sources, EngineParts<'_>) {
-        let Engine { ring, queues, sources, handle, turn, exit, .. } = self;
-        (sources, EngineParts { ring, queues, handle, turn: *turn, exits: *exit })
     }
 
     fn take_messages(&mut self) {
         let mut messages = std::mem::take(&mut self.messages);
-        self.handle.take_messages(&mut messages);
+        self.parts.handle.take_messages(&mut messages);
         for message in messages.drain(..) {
             match message {
                 Message::Add(make, reply) => {
@@ -177,26 +204,24 @@ impl Engine {
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
-                    let (sources, parts) = self.split();
-                    sources.with_id(id, parts, |source, cx| source.on_message(cx, message));
+                    self.sources.with_id(id, &mut self.parts, |source, cx| source.on_message(cx, message));
                 }
                 Message::Stop { id, force, stopped } => {
-                    let (sources, parts) = self.split();
-                    sources.stop(id, force, stopped, parts);
+                    self.sources.stop(id, force, stopped, &mut self.parts);
                 }
-                Message::Register(job) => job(Registrar::new(&mut self.ring)),
+                Message::Register(job) => job(Registrar::new(&mut self.parts.ring)),
                 Message::ScanForHangs { now_ns, limit_ns, found } => {
                     let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
                 }
                 Message::Trace(disk, memory) => {
-                    let of_disk = self.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), &disk));
+                    let of_disk =
+                        self.parts.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), &disk));
                     of_disk.for_each(|queue| queue.set_trace(memory.as_ref()));
                 }
                 Message::Exit => {
-                    self.exit = true;
-                    self.queues.iter_mut().for_each(Queue::close_to_submitters);
-                    let (sources, parts) = self.split();
-                    sources.stop_all(parts);
+                    self.parts.exits = true;
+                    self.parts.queues.iter_mut().for_each(Queue::close_to_submitters);
+                    self.sources.stop_all(&mut self.parts);
                 }
             }
         }
@@ -205,8 +230,8 @@ impl Engine {
 
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
-        let Engine { queues, sources, .. } = self;
-        for queue in queues {
+        let Engine { parts, sources, .. } = self;
+        for queue in &mut parts.queues {
             queue.name_failed(|user_data, text| sources.write_client(Token(user_data), text));
             let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut scan.hangs {
@@ -223,37 +248,36 @@ impl Engine {
     }
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
-        if self.exit {
+        if self.parts.exits {
             return Err(source::exited());
         }
-        let (sources, parts) = self.split();
-        sources.add(source, parts)
+        self.sources.add(source, &mut self.parts)
     }
 
     /// Enters the kernel once: submits, and waits for a completion if there is no other work.
     fn enter(&mut self) {
         if self.has_work() {
-            return self.ring.enter(0, None);
+            return self.parts.ring.enter(0, None);
         }
         self.kicks.iter().for_each(|kick| kick.prepare_sleep());
         // A thread that added work before the engine was seen to sleep has not kicked it. So the engine must
         // check for work once more.
         if self.has_work() {
-            self.ring.enter(0, None);
+            self.parts.ring.enter(0, None);
         } else {
-            self.queues.iter_mut().for_each(Queue::idle);
-            self.ring.enter(1, time_until(self.deadline_ns()));
-            self.queues.iter_mut().for_each(Queue::woke);
+            self.parts.queues.iter_mut().for_each(Queue::idle);
+            self.parts.ring.enter(1, time_until(self.deadline_ns()));
+            self.parts.queues.iter_mut().for_each(Queue::woke);
         }
         self.kicks.iter().for_each(|kick| kick.woke());
     }
 
     fn has_work(&self) -> bool {
-        self.handle.has_messages() || self.queues.iter().any(Queue::has_work)
+        self.parts.handle.has_messages() || self.parts.queues.iter().any(Queue::has_work)
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        let queues = self.queues.iter().filter_map(Queue::deadline_ns);
+        let queues = self.parts.queues.iter().filter_map(Queue::deadline_ns);
         queues.chain(self.sources.deadline_ns()).min()
     }
 }
@@ -261,6 +285,6 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         // Drops messages that were posted too late, so that threads that wait for a reply stop waiting.
-        self.handle.close();
+        self.parts.handle.close();
     }
 }

@@ -19,7 +19,7 @@ impl SimulatedEngine {
 
     /// A handle for sending messages to the engine's sources.
     pub fn handle(&self) -> &EngineHandle {
-        &self.0.handle
+        &self.0.parts.handle
     }
 
     /// Adds a source as [`EngineHandle::add_source`] does, with the same errors.
@@ -40,12 +40,12 @@ impl SimulatedEngine {
     pub fn turn_as_woken(&mut self) {
         let (had_work, deadline_ns, (reaped, batches)) =
             (self.0.has_work(), self.0.deadline_ns(), self.counts());
-        let disk = self.0.queues[0].disk();
+        let disk = self.0.parts.queues[0].disk();
         // Requests that wait for a limit may start before their deadline if the limit of a group has changed.
         // A queue that waits for shared tags is woken when a batch of tags is free, but a turn before the
         // wake-up may already find the first of these tags.
         let may_be_early = disk.throttled() > 0 && !disk.control.is_frozen()
-            || self.0.queues.iter().any(|queue| queue.waits_for_batch());
+            || self.0.parts.queues.iter().any(|queue| queue.waits_for_batch());
         self.0.turn();
         let (reaped_now, batches_now) = self.counts();
         if batches_now != batches && !had_work && !may_be_early && reaped_now == reaped {
@@ -57,24 +57,24 @@ impl SimulatedEngine {
 
     #[cfg(simulation)]
     fn counts(&self) -> (u64, u64) {
-        let batches = self.0.queues[0].disk().counter(crate::stats::Counter::DispatchBatches);
-        (self.0.ring.counters().completions, batches)
+        let batches = self.0.parts.queues[0].disk().counter(crate::stats::Counter::DispatchBatches);
+        (self.0.parts.ring.counters().completions, batches)
     }
 
     /// Runs one turn, and collects completions for the next turn without waiting.
     #[cfg(fuzz_interface)]
     pub fn poll(&mut self) {
         self.0.turn();
-        self.0.ring.poll();
+        self.0.parts.ring.poll();
     }
 
     /// Runs turns until nothing is in flight, then closes the queues.
     pub fn stop(mut self) {
-        self.0.handle.post(Message::Exit);
+        self.0.parts.handle.post(Message::Exit);
         for _ in 0..100_000 {
             self.turn();
             if self.0.is_stopped() {
-                self.0.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.0.ring)));
+                self.0.parts.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.0.parts.ring)));
                 return;
             }
         }

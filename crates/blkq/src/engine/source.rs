@@ -95,15 +95,20 @@ impl SourceId {
     }
 }
 
+/// The parts of the engine that a source borrows during a call.
+pub(super) struct EngineParts {
+    pub ring: Ring,
+    pub queues: Vec<Queue>,
+    pub handle: EngineHandle,
+    pub turn: u64,
+    pub exits: bool,
+}
+
 /// The part of the engine that a source can access.
 pub struct SourceContext<'a> {
-    pub(super) ring: &'a mut Ring,
-    pub(super) queues: &'a mut [Queue],
+    pub(super) parts: &'a mut EngineParts,
     pub(super) id: SourceId,
-    pub(super) handle: &'a EngineHandle,
     pub(super) worker: &'a mut Worker,
-    pub(super) turn: u64,
-    pub(super) exits: bool,
 }
 
 impl SourceContext<'_> {
@@ -115,18 +120,18 @@ impl SourceContext<'_> {
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
-        unsafe { self.ring.push(entry, self.token(payload)) }
+        unsafe { self.parts.ring.push(entry, self.token(payload)) }
     }
 
     /// Registers files and buffers with the engine's ring.
     pub fn registrar(&mut self) -> Registrar<'_> {
-        Registrar::new(self.ring)
+        Registrar::new(&mut self.parts.ring)
     }
 
     /// The index of a registered file, for use in an entry. Panics if the engine's ring has no such file.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        self.ring.file(slot)
+        self.parts.ring.file(slot)
     }
 
     /// Submits a bio to the engine's queue number `queue`. [`Source::on_bio`] receives its completion, with
@@ -136,7 +141,7 @@ impl SourceContext<'_> {
     pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
         let user_data = bio.user_data;
         bio.user_data = self.token(user_data).0;
-        let refused = self.queues[queue].submit(bio, Some(self.ring));
+        let refused = self.parts.queues[queue].submit(bio, Some(&mut self.parts.ring));
         refused.map_err(|bio| Bio { user_data, ..bio })
     }
 
@@ -144,34 +149,34 @@ impl SourceContext<'_> {
     /// bio is traced.
     #[inline]
     pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {
-        self.queues[queue].set_trace_client(client);
+        self.parts.queues[queue].set_trace_client(client);
     }
 
     /// The number of the engine's turn. [`Source::on_turn`] may be called several times in one turn, and all
     /// these calls together must respect [`TURN_BUDGET`](crate::TURN_BUDGET).
     #[inline]
     pub fn turn(&self) -> u64 {
-        self.turn
+        self.parts.turn
     }
 
     /// Whether the engine, and its ring, are about to exit.
     pub fn engine_exits(&self) -> bool {
-        self.exits
+        self.parts.exits
     }
 
     /// The number of queues of the engine.
     pub fn queue_count(&self) -> usize {
-        self.queues.len()
+        self.parts.queues.len()
     }
 
     /// The disk to which queue number `queue` belongs.
     pub fn disk(&self, queue: usize) -> &Arc<Disk> {
-        self.queues[queue].disk()
+        self.parts.queues[queue].disk()
     }
 
     /// The current limits of the disk of queue number `queue`.
     pub fn limits(&self, queue: usize) -> &QueueLimits {
-        self.queues[queue].limits()
+        self.parts.queues[queue].limits()
     }
 
     /// The time of the monotonic clock, in nanoseconds.
@@ -192,7 +197,7 @@ impl SourceContext<'_> {
 
     /// A handle for sending messages to this source from any thread.
     pub fn handle(&self) -> &EngineHandle {
-        self.handle
+        &self.parts.handle
     }
 
     /// Runs `job` on a worker thread and delivers the value that it returns through [`Source::on_message`],
@@ -214,7 +219,7 @@ impl SourceContext<'_> {
     }
 
     fn work(&self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) -> Job {
-        let (handle, id) = (self.handle.clone(), self.id);
+        let (handle, id) = (self.parts.handle.clone(), self.id);
         Box::new(move || handle.send(id, job()))
     }
 }

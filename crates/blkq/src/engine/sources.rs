@@ -2,21 +2,11 @@ use std::fmt;
 
 use crate::bio::Completion;
 use crate::error::Error;
-use crate::queue::Queue;
-use crate::ring::{Cqe, Ring, Token};
+use crate::ring::{Cqe, Token};
 use crate::sync::mpsc::{Sender, channel};
 
-use super::source::{EngineHandle, FIRST_SOURCE, Source, SourceContext, SourceId};
+use super::source::{EngineParts, FIRST_SOURCE, Source, SourceContext, SourceId};
 use super::worker::Worker;
-
-/// The rest of the engine, which a source borrows during a call.
-pub(super) struct EngineParts<'a> {
-    pub ring: &'a mut Ring,
-    pub queues: &'a mut [Queue],
-    pub handle: &'a EngineHandle,
-    pub turn: u64,
-    pub exits: bool,
-}
 
 struct AttachedSource {
     id: SourceId,
@@ -39,18 +29,15 @@ impl Sources {
         Sources { attached: Vec::new(), stopping: Vec::new(), generation: 0, worker }
     }
 
-    pub fn add(&mut self, source: Box<dyn Source>, mut parts: EngineParts<'_>) -> Result<SourceId, Error> {
-        let index = match self.attached.iter().position(Option::is_none) {
-            Some(index) => index,
-            None => {
-                self.attached.push(None);
-                self.attached.len() - 1
-            }
-        };
+    pub fn add(&mut self, source: Box<dyn Source>, parts: &mut EngineParts) -> Result<SourceId, Error> {
+        let index = self.attached.iter().position(Option::is_none).unwrap_or(self.attached.len());
+        if index == self.attached.len() {
+            self.attached.push(None);
+        }
         self.generation += 1;
         let id = SourceId { owner: FIRST_SOURCE + index as u16, generation: self.generation };
         self.attached[index] = Some(AttachedSource { id, source });
-        let started = self.with(index, &mut parts, |source, cx| source.start(cx));
+        let started = self.with(index, parts, |source, cx| source.start(cx));
         if let Some(Err(error)) = started {
             // The source may have pushed operations before it failed, so it has to be stopped like any other
             // source.
@@ -65,80 +52,72 @@ impl Sources {
     fn with<R>(
         &mut self,
         index: usize,
-        parts: &mut EngineParts<'_>,
+        parts: &mut EngineParts,
         call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>) -> R,
     ) -> Option<R> {
         let attached = self.attached.get_mut(index)?.as_mut()?;
-        let mut cx = SourceContext {
-            ring: &mut *parts.ring,
-            queues: &mut *parts.queues,
-            id: attached.id,
-            handle: parts.handle,
-            worker: &mut self.worker,
-            turn: parts.turn,
-            exits: parts.exits,
-        };
+        let mut cx = SourceContext { parts, id: attached.id, worker: &mut self.worker };
         Some(call(&mut *attached.source, &mut cx))
     }
 
     pub fn with_id(
         &mut self,
         id: SourceId,
-        mut parts: EngineParts<'_>,
+        parts: &mut EngineParts,
         call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>),
     ) {
-        if self
-            .attached
-            .get(id.index())
-            .is_some_and(|attached| attached.as_ref().is_some_and(|it| it.id == id))
-        {
-            self.with(id.index(), &mut parts, call);
+        let attached = self.attached.get(id.index()).and_then(Option::as_ref);
+        if attached.is_some_and(|attached| attached.id == id) {
+            self.with(id.index(), parts, call);
         }
     }
 
     #[inline]
-    pub fn on_cqe(&mut self, owner: u16, cqe: Cqe, mut parts: EngineParts<'_>) {
-        self.with(usize::from(owner - FIRST_SOURCE), &mut parts, |source, cx| source.on_cqe(cx, cqe));
+    pub fn on_cqe(&mut self, owner: u16, cqe: Cqe, parts: &mut EngineParts) {
+        self.with(usize::from(owner - FIRST_SOURCE), parts, |source, cx| source.on_cqe(cx, cqe));
     }
 
     #[inline]
-    pub fn on_bio(&mut self, mut completion: Completion, mut parts: EngineParts<'_>) {
+    pub fn on_bio(&mut self, mut completion: Completion, parts: &mut EngineParts) {
         let token = Token(completion.user_data);
         completion.user_data = token.payload();
         let index = usize::from(token.owner() - FIRST_SOURCE);
-        self.with(index, &mut parts, |source, cx| source.on_bio(cx, completion));
+        self.with(index, parts, |source, cx| source.on_bio(cx, completion));
     }
 
     #[inline]
-    pub fn on_turn(&mut self, mut parts: EngineParts<'_>) {
+    pub fn on_turn(&mut self, parts: &mut EngineParts) {
         for index in 0..self.attached.len() {
-            self.with(index, &mut parts, |source, cx| source.on_turn(cx));
+            self.with(index, parts, |source, cx| source.on_turn(cx));
         }
     }
 
-    pub fn write_client(&self, token: Token, text: &mut dyn fmt::Write) {
+    /// The source to which the token of a bio belongs, if any does.
+    fn owner_of(&self, token: Token) -> Option<&dyn Source> {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
-        if let Some(Some(attached)) = self.attached.get(index) {
+        self.attached.get(index)?.as_ref().map(|attached| &*attached.source)
+    }
+
+    pub fn write_client(&self, token: Token, text: &mut dyn fmt::Write) {
+        if let Some(source) = self.owner_of(token) {
             // The buffer may truncate the name.
-            let _ = attached.source.write_client(token.payload(), text);
+            let _ = source.write_client(token.payload(), text);
         }
     }
 
     pub fn is_abandoned(&self, token: Token) -> bool {
-        let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
-        let attached = self.attached.get(index).and_then(Option::as_ref);
-        attached.is_some_and(|attached| attached.source.is_abandoned(token.payload()))
+        self.owner_of(token).is_some_and(|source| source.is_abandoned(token.payload()))
     }
 
     /// Starts to stop source `id`. `stopped` is notified when the source is dropped.
-    pub fn stop(&mut self, id: SourceId, force: bool, stopped: Sender<()>, parts: EngineParts<'_>) {
+    pub fn stop(&mut self, id: SourceId, force: bool, stopped: Sender<()>, parts: &mut EngineParts) {
         self.with_id(id, parts, |source, cx| source.stop(cx, force));
         self.stopping.push((id, stopped));
     }
 
-    pub fn stop_all(&mut self, mut parts: EngineParts<'_>) {
+    pub fn stop_all(&mut self, parts: &mut EngineParts) {
         for index in 0..self.attached.len() {
-            self.with(index, &mut parts, |source, cx| source.stop(cx, true));
+            self.with(index, parts, |source, cx| source.stop(cx, true));
         }
     }
 
