@@ -126,6 +126,11 @@ impl Request {
         matches!(self.state, RequestState::PlainRead | RequestState::PlainWrite)
     }
 
+    pub(crate) fn outline(&self) -> Outline {
+        let &Request { operation, flags, sector, sectors, start_ns, .. } = self;
+        Outline { operation, flags, sector, sectors, start_ns }
+    }
+
     /// The operation. A driver gets only operations that its limits declare.
     #[inline]
     pub fn operation(&self) -> Operation {

@@ -1,6 +1,6 @@
 //! Dirty bitmaps record which parts of a disk were written since some point in time, for incremental backups.
 //!
-//! A queue sets the bits of a write before it hands the write to the driver (`queue/tracked.rs`). So the bits
+//! A queue sets the bits of a write before it hands the write to the driver (`queue/dispatch.rs`). So the bits
 //! are set before the data can be read, and before the write completes. The bits of a failed write stay set.
 
 mod set;

@@ -10,8 +10,6 @@ use super::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES};
 pub(crate) struct BitmapSet {
     /// Sorted by name. Each name occurs once.
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
-    /// Whether a bitmap is recording. Changes only while the disk is frozen, so relaxed accesses are enough.
-    recording: AtomicBool,
     /// The driver stores the bitmaps with its image. This flag and the next one are accessed only under the
     /// disk's lock of changes, so relaxed accesses are enough.
     persistent: AtomicBool,
@@ -23,7 +21,6 @@ impl BitmapSet {
     pub fn new() -> BitmapSet {
         BitmapSet {
             bitmaps: Mutex::new(Vec::new()),
-            recording: AtomicBool::new(false),
             persistent: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
@@ -31,10 +28,6 @@ impl BitmapSet {
 
     pub fn list(&self) -> Vec<Arc<Bitmap>> {
         lock(&self.bitmaps).clone()
-    }
-
-    pub fn has_recording(&self) -> bool {
-        self.recording.load(Relaxed)
     }
 
     pub fn set_persistent(&self) {
@@ -78,7 +71,6 @@ impl BitmapSet {
             ));
         }
         bitmaps.insert(place, Arc::new(bitmap));
-        self.note(&bitmaps);
         Ok(())
     }
 
@@ -86,7 +78,6 @@ impl BitmapSet {
         let mut bitmaps = lock(&self.bitmaps);
         let before = bitmaps.len();
         bitmaps.retain(|bitmap| bitmap.name() != name);
-        self.note(&bitmaps);
         bitmaps.len() < before
     }
 
@@ -95,7 +86,6 @@ impl BitmapSet {
         if let Some(place) = bitmaps.iter_mut().find(|other| other.name() == bitmap.name()) {
             *place = Arc::new(bitmap);
         }
-        self.note(&bitmaps);
     }
 
     /// Checks that the memory limit permits all bitmaps if the disk gets `size` bytes. Fails with
@@ -124,12 +114,6 @@ impl BitmapSet {
 
     /// Replaces all bitmaps by a list that was returned earlier, or was derived from one.
     pub fn restore(&self, bitmaps: Vec<Arc<Bitmap>>) {
-        self.note(&bitmaps);
         *lock(&self.bitmaps) = bitmaps;
-    }
-
-    fn note(&self, bitmaps: &[Arc<Bitmap>]) {
-        let recording = bitmaps.iter().any(|bitmap| bitmap.state() == BitmapState::Recording);
-        self.recording.store(recording, Relaxed);
     }
 }

@@ -1,7 +1,7 @@
 //! The error policy of a disk: errors of the driver are reported, or the failed requests are held until the
 //! operator has fixed the cause, such as a full file system, and resumes the disk (QEMU's `werror` and
 //! `rerror`). Control threads change the words here and wake the queues, which apply the change in their next
-//! turn (`queue::resume`).
+//! turn (`queue::hold`).
 
 use std::fmt;
 use std::str::FromStr;

@@ -8,64 +8,13 @@ use crate::slab::{FlushStep, SlotFlags};
 use crate::stats::Counter;
 use crate::tags::Tag;
 
-use super::Queue;
-use super::scan::THREAD;
+use super::failures::THREAD;
+use super::io::Io;
 
-impl Queue {
-    /// Completes the requests that the driver has finished. The batch shares one clock reading, one return of
-    /// tags and one update of the shared counters.
-    pub(super) fn complete_batch(&mut self) {
-        if self.completions.take_limits_changed() {
-            self.reload_limits();
-        }
-        // A new clock reading, so that no request completes at an earlier time than it was issued.
-        self.clock.invalidate();
-        self.dispatch.clear_rerun();
-        let mut completed = self.completions.take_requests();
-        if self.hold.is_on() {
-            self.hold_failed(&mut completed);
-        }
-        self.complete_requests_of(completed);
-    }
-
-    /// Completes `completed`, from which the requests that must be held have been removed.
-    pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
-        if self.dispatch.observes_completions() || self.hang_tracker.has_reported() {
-            self.note_completed(&completed);
-        }
-        self.complete_requests(&completed);
-        #[cfg(simulation)]
-        completed.iter().for_each(|(tag, _)| crate::simulation::request_completed(self.disk.index(), tag.0));
-        self.stats.count(Counter::ClockReads, self.clock.take_reads());
-        self.stats.clock_age(self.clock.age_ns_max());
-        self.tags.share_freed();
-        self.dispatch.release(completed.len() as u32);
-        self.completions.put_back_requests(completed);
-        self.completions.deliver_remote(&self.disk.disk().gate);
-    }
-
-    /// Notifies the scheduler, the tracer and the device time measurement, and records completions of
-    /// requests that were reported as hanging.
-    #[cold]
-    fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
-        self.trace_fast_path();
-        if let Some(tracer) = self.dispatch.tracer() {
-            tracer.completed(completed, self.in_flight.requests(), &mut self.clock);
-        }
-        self.dispatch.count_device_time(completed, self.in_flight.requests(), &mut self.clock);
-        if self.dispatch.has_scheduler() {
-            self.dispatch.notify_scheduler(completed, &mut self.clock);
-        }
-        if self.hang_tracker.has_reported() {
-            let iostats = self.disk.settings().iostats;
-            completed.iter().for_each(|&(tag, _)| self.in_flight.fill_plain(tag));
-            self.hang_tracker.note_completed(completed, &self.in_flight, &mut self.clock, iostats);
-        }
-    }
-
+impl Io {
     /// Completes and counts requests. Requests of one operation and start time are counted together.
     #[inline]
-    fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
+    pub fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
         let iostats = self.disk.settings().iostats;
         let mut rest = completed;
         while let Some(&(first, _)) = rest.first() {
@@ -85,6 +34,11 @@ impl Queue {
             }
             rest = &rest[count..];
         }
+        #[cfg(simulation)]
+        completed.iter().for_each(|(tag, _)| crate::simulation::request_completed(self.disk.index(), tag.0));
+        self.stats.count(Counter::ClockReads, self.clock.take_reads());
+        self.stats.clock_age(self.clock.age_ns_max());
+        self.tags.share_freed();
     }
 
     /// Completes further requests of `completed`. Its first `count` requests are complete, with `sectors` in
@@ -123,7 +77,7 @@ impl Queue {
             let slot = &mut self.in_flight[index];
             let next = slot.next;
             if let Some(user_data) = slot.plain_user_data() {
-                self.completions.push_plain(user_data, slot);
+                self.completions.push_own(user_data, Ok(()), slot.take_data());
                 self.in_flight.bios_mut().remove(index);
             } else {
                 self.complete_bio(index, Ok(()));
@@ -154,19 +108,18 @@ impl Queue {
 
     /// Records the failure of request `tag`, whose first bio is `first`, for the watcher.
     #[cold]
-    pub(super) fn note_failure(&mut self, tag: Tag, first: u32, status: Status) {
+    pub fn note_failure(&mut self, tag: Tag, first: u32, status: Status) {
         // Clients try operations that a device may not support, and fall back to others.
         if status == Status::NotSupported {
             return;
         }
         let bio = if first == NIL { self.flush.running().front().copied() } else { Some(first) };
-        let root = bio.map(|bio| self.in_flight.bios().root_of(bio));
-        let user_data = root.and_then(|root| self.in_flight[root].owner_user_data());
+        let user_data = bio.and_then(|bio| self.user_data_of(bio));
         self.failures.note(&self.in_flight[tag], status, user_data.ok_or(THREAD));
     }
 
     /// Completes bio `index`, or its current step: the bio continues if it has further steps.
-    pub(super) fn complete_bio(&mut self, index: u32, result: IoResult) {
+    pub fn complete_bio(&mut self, index: u32, result: IoResult) {
         let slot = &self.in_flight[index];
         let has_steps = slot.operation == Operation::WriteZeroes || slot.step != FlushStep::None;
         if has_steps && self.complete_step(index, result) {
@@ -210,16 +163,13 @@ impl Queue {
 
     /// Completes a bio that never became a request.
     #[cold]
-    pub(super) fn reject(&mut self, index: u32, status: Status) {
+    pub fn reject(&mut self, index: u32, status: Status) {
         self.stats.rejected(self.in_flight[index].operation.into(), status);
         self.complete_without_request(index, Err(status));
     }
 
-    pub(super) fn complete_without_request(&mut self, index: u32, result: IoResult) {
-        self.trace_fast_path();
-        if let Some(tracer) = self.dispatch.tracer() {
-            tracer.completed_bio(index, &self.in_flight[index], result, &mut self.clock);
-        }
+    pub fn complete_without_request(&mut self, index: u32, result: IoResult) {
+        self.trace(|tracer, in_flight, clock| tracer.completed_bio(index, &in_flight[index], result, clock));
         self.complete_bio(index, result);
     }
 }

@@ -6,7 +6,6 @@ use crate::completer::Completer;
 use crate::error::IoResult;
 use crate::remote::gate::{Direction, RequestGate};
 use crate::request::RequestState;
-use crate::slab::BioSlot;
 use crate::tags::Tag;
 
 use super::in_flight::InFlight;
@@ -78,17 +77,13 @@ impl Completions {
         self.requests.extend(tags.map(|tag| (tag, result)));
     }
 
+    #[inline]
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
     }
 
     pub fn push_remote(&mut self, completer: Completer, result: IoResult, data: Data) {
         self.remote.push((completer, result, data));
-    }
-
-    #[inline]
-    pub fn push_plain(&mut self, user_data: u64, slot: &mut BioSlot) {
-        self.own.push(Completion { user_data, result: Ok(()), data: slot.take_data() });
     }
 
     /// Completes requests from the beginning of `completed`. Stops at a request that has failed, that does

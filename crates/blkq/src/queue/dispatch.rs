@@ -2,26 +2,24 @@
 //! limit, then those of the scheduler (block/blk-mq-sched.c). A busy driver is not an error. It takes the
 //! first requests of a batch, and the others are requeued.
 
-mod traced;
-
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use crate::clock::{Clock, monotonic_ns};
-use crate::disk::Disk;
+use crate::bitmap::Bitmap;
+use crate::clock::monotonic_ns;
 use crate::driver::{Busy, DriverContext, DriverQueue, Taken};
 use crate::error::IoResult;
 use crate::request::Request;
 use crate::ring::{Cqe, Ring};
 use crate::sched::{Scheduler, SchedulerKind};
-use crate::stats::{Counter, StatsWriter};
+use crate::sector::SECTOR_SHIFT;
+use crate::stats::Counter;
 use crate::tags::Tag;
 use crate::trace::EventKind;
 
-use super::completions::Completions;
 use super::device_time::DeviceTime;
-use super::disk_view::DiskView;
-use super::in_flight::InFlight;
+use super::io::Io;
 use super::plug::PLUG_REQUESTS;
 use super::throttle::QueueThrottle;
 use super::tracer::Tracer;
@@ -29,12 +27,35 @@ use super::tracer::Tracer;
 /// Delay before a driver that is out of resources is offered requests again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
+/// How the requests of a plug reach the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum DispatchPath {
+    /// There is no scheduler, no tracer and no limit: [`Dispatch::issue_directly`].
+    Direct,
+    /// There are limits and nothing else. If the queue has prepaid for the whole plug
+    /// ([`Dispatch::pay_limits`]), [`Dispatch::issue_directly`]; otherwise [`Dispatch::issue_limited`].
+    Limited,
+    /// There is a tracer and nothing else: [`Dispatch::issue_traced`].
+    Traced,
+    /// Everything else, and whenever requeued requests must go first: [`Dispatch::insert`], then
+    /// [`Dispatch::run`].
+    Queued,
+}
+
+/// Whether bios and completions have observers, as flags that the fast paths test.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Observers {
+    /// A scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
+    pub bios: bool,
+    /// A scheduler, a tracer or the measurement of device time: each is notified of completions.
+    pub completions: bool,
+}
+
 /// The driver's half of a queue, and the requests between the plug and the driver.
 pub(super) struct Dispatch {
     /// Marks this queue's submissions on the ring, which several queues may share.
     owner: u16,
     driver: Box<dyn DriverQueue>,
-    early_submission: bool,
     scheduler: Option<Box<dyn Scheduler>>,
     /// Requests to offer to the driver before all others, as in the kernel's `hctx->dispatch`: the queue's
     /// flush, requests that a busy driver did not take, held requests that are reissued, and plugged requests
@@ -49,77 +70,74 @@ pub(super) struct Dispatch {
     scheduler_has_room: bool,
     /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
     blocked_by_quiesce: bool,
-    tracer: Option<Box<Tracer>>,
     device_time: Option<Box<DeviceTime>>,
-    /// A scheduler, or a tracer that records each bio, is in use: no bio may take the plug's fast path.
-    observes_bios: bool,
-    /// No scheduler, no tracer and no limit is in use: plugged requests may go straight to the driver.
-    direct_allowed: bool,
+    /// Dirty bitmaps in which writes are marked before the driver gets them.
+    bitmaps: Vec<Arc<Bitmap>>,
+    /// The path of a plug while no request is requeued. Only [`Dispatch::update`] sets `path` and `observers`.
+    path: DispatchPath,
+    observers: Observers,
     /// The scheduler or the throttle may have requests. This may be true when neither has any, but must never
     /// be false when one of them has.
     may_have_waiting: bool,
-    /// There is a scheduler, a tracer or the measurement of device time: each is notified of completions.
-    observes_completions: bool,
-    index: usize,
-    /// Number of tags, including the tag of the queue's own flush.
-    slots: usize,
 }
 
 impl Dispatch {
-    pub fn new(owner: u16, driver: Box<dyn DriverQueue>, disk: &DiskView, slots: usize) -> Dispatch {
-        let settings = disk.settings();
-        let scheduler = settings.scheduler.open(slots);
+    pub fn new(owner: u16, driver: Box<dyn DriverQueue>, io: &Io) -> Dispatch {
+        let slots = io.in_flight.requests().len();
         let mut dispatch = Dispatch {
             owner,
             driver,
-            early_submission: settings.early_submission,
-            observes_bios: scheduler.is_some(),
-            scheduler,
+            scheduler: io.disk.settings().scheduler.open(slots),
             requeued: VecDeque::with_capacity(slots),
-            throttle: QueueThrottle::new(disk.disk(), slots),
+            throttle: QueueThrottle::new(io.disk.disk(), slots),
             started: 0,
             rerun_at_ns: None,
             scheduler_has_room: true,
             blocked_by_quiesce: false,
-            tracer: None,
             device_time: None,
-            direct_allowed: false,
+            bitmaps: io.disk.disk().bitmaps.recording(),
+            path: DispatchPath::Queued,
+            observers: Observers::default(),
             may_have_waiting: false,
-            observes_completions: false,
-            index: disk.index(),
-            slots,
         };
-        dispatch.update_device_time();
+        dispatch.update_device_time(io);
         dispatch
     }
 
-    /// Recomputes the flags. Call this after each change of the scheduler, the tracer, the limits or the
-    /// measurement of device time.
-    fn update_flags(&mut self) {
-        let has_stage = self.scheduler.is_some() || self.tracer.is_some();
-        let traces_bios = self.tracer.as_ref().is_some_and(|tracer| !tracer.allows_fast_path());
-        self.observes_bios = self.scheduler.is_some() || traces_bios;
-        self.direct_allowed = !has_stage && !self.throttle.is_on();
-        self.may_have_waiting = self.scheduler.is_some() || self.throttle.has_waiting();
-        self.observes_completions = has_stage || self.device_time.is_some();
+    /// Decides again on the path, and on what observes bios and completions. Must be called after each change
+    /// of the scheduler, the limits or the measurement of device time, and of the queue's `tracer`.
+    pub fn update(&mut self, tracer: Option<&Tracer>) {
+        let has_scheduler = self.scheduler.is_some();
+        // Device time is measured only while there are limits.
+        self.path = match (has_scheduler, tracer.is_some(), self.throttle.is_on()) {
+            (false, false, false) => DispatchPath::Direct,
+            (false, false, true) => DispatchPath::Limited,
+            (false, true, false) => DispatchPath::Traced,
+            _ => DispatchPath::Queued,
+        };
+        self.observers = Observers {
+            bios: has_scheduler || tracer.is_some_and(|tracer| !tracer.allows_fast_path()),
+            completions: has_scheduler || tracer.is_some() || self.device_time.is_some(),
+        };
     }
 
-    fn update_device_time(&mut self) {
-        let times = self.throttle.device_times(self.index);
+    fn update_device_time(&mut self, io: &Io) {
+        let times = self.throttle.device_times(io.disk.index());
         match (times, &self.device_time) {
             // The measurement goes into the same counters as before: keep it.
             (Some(times), Some(device_time)) if device_time.counts_in(times) => {}
             (times, _) => {
-                self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), self.slots)));
+                let slots = io.in_flight.requests().len();
+                self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), slots)));
             }
         }
-        self.update_flags();
+        self.update(io.tracer());
     }
 
     #[cold]
-    pub fn refresh_limits(&mut self, disk: &Disk) {
-        self.throttle.refresh(disk);
-        self.update_device_time();
+    pub fn refresh_limits(&mut self, io: &Io) {
+        self.throttle.refresh(io.disk.disk());
+        self.update_device_time(io);
     }
 
     /// Lifts all limits: the owner of the queue is stopping, and must not wait for them.
@@ -128,41 +146,25 @@ impl Dispatch {
     }
 
     #[inline(always)]
-    pub fn context<'a>(
-        &self,
-        in_flight: &'a mut InFlight,
-        completions: &'a mut Completions,
-        clock: &'a mut Clock,
-        ring: Option<&'a mut Ring>,
-    ) -> DriverContext<'a> {
-        let (requests, bios, zeroes) = in_flight.for_driver();
-        let (completed, limits_changed) = completions.for_driver();
+    fn context<'a>(&self, io: &'a mut Io, ring: Option<&'a mut Ring>) -> DriverContext<'a> {
+        let (requests, bios, zeroes) = io.in_flight.for_driver();
+        let (completed, limits_changed) = io.completions.for_driver();
         DriverContext {
             requests,
             bios,
             zeroes,
             completed,
-            clock,
+            clock: &mut io.clock,
             ring,
             owner: self.owner,
-            early_submission: self.early_submission,
+            early_submission: io.disk.settings().early_submission,
             limits_changed,
         }
     }
 
     #[inline]
-    pub fn observes_bios(&self) -> bool {
-        self.observes_bios
-    }
-
-    #[inline]
-    pub fn observes_completions(&self) -> bool {
-        self.observes_completions
-    }
-
-    #[inline]
-    pub fn has_scheduler(&self) -> bool {
-        self.scheduler.is_some()
+    pub fn observers(&self) -> Observers {
+        self.observers
     }
 
     #[inline]
@@ -175,14 +177,10 @@ impl Dispatch {
         self.scheduler.as_deref_mut()
     }
 
-    pub fn set_early_submission(&mut self, on: bool) {
-        self.early_submission = on;
-    }
-
     /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
-    pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
-        self.scheduler = scheduler.open(slots);
-        self.update_flags();
+    pub fn set_scheduler(&mut self, scheduler: SchedulerKind, io: &Io) {
+        self.scheduler = scheduler.open(io.in_flight.requests().len());
+        self.update(io.tracer());
     }
 
     #[inline]
@@ -193,13 +191,6 @@ impl Dispatch {
     #[inline]
     pub fn has_requeued(&self) -> bool {
         !self.requeued.is_empty()
-    }
-
-    /// Whether plugged requests go straight to the driver: nothing must see or delay them, and no requeued
-    /// request must go first.
-    #[inline]
-    pub fn is_direct(&self) -> bool {
-        self.direct_allowed && self.requeued.is_empty()
     }
 
     pub fn is_blocked_by_quiesce(&self) -> bool {
@@ -221,7 +212,7 @@ impl Dispatch {
     fn throttled_deadline_ns(&self) -> Option<u64> {
         // While the driver is busy, no request after the requeued ones is issued, and the deadline of a
         // limit would wake the thread for nothing.
-        let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
+        let is_stopped = self.rerun_at_ns.is_some() || self.has_requeued();
         if is_stopped { None } else { self.throttle.deadline_ns(self.scheduler_has_room) }
     }
 
@@ -229,108 +220,109 @@ impl Dispatch {
         self.throttled_deadline_ns().is_some()
     }
 
+    /// The path of the requests that are flushed from the plug now.
+    #[inline(always)]
+    pub fn path(&self) -> DispatchPath {
+        if self.requeued.is_empty() { self.path } else { DispatchPath::Queued }
+    }
+
     /// Queues `tag`, the queue's flush, ahead of all other requests. If there are limits, the flush obeys
     /// them, and waits ahead of all other waiting requests but reads.
     pub fn push_first(&mut self, tag: Tag) {
-        match self.throttle.is_on() {
-            true => {
-                self.throttle.push_first(tag);
-                self.may_have_waiting = true;
-            }
-            false => self.requeued.push_front(tag),
+        if self.throttle.is_on() {
+            self.throttle.push_first(tag);
+            self.may_have_waiting = true;
+        } else {
+            self.requeued.push_front(tag);
         }
     }
 
     /// Queues the requests of a plug for [`Dispatch::run`]: in the scheduler if there is one, else after the
     /// requeued requests. Without a scheduler, requests beyond a limit wait in the throttle.
-    pub fn insert(
-        &mut self,
-        batch: &[Tag],
-        in_flight: &InFlight,
-        clock: &mut Clock,
-        disk: &DiskView,
-        stats: &mut StatsWriter,
-    ) {
-        match &mut self.scheduler {
-            Some(scheduler) => {
-                let now_ns = clock.now_ns();
-                batch.iter().for_each(|&tag| scheduler.insert(tag, in_flight.requests(), now_ns));
-            }
-            None if self.throttle.is_on() => {
-                let count = self.admit(batch, disk, in_flight.requests(), clock.last_read_ns());
-                self.requeued.extend(&batch[..count]);
-                if let Some(tracer) = &mut self.tracer {
-                    tracer.requests(EventKind::Throttle, &batch[count..], in_flight.requests(), clock);
-                }
-                self.throttle.push(&batch[count..], in_flight.requests(), stats);
-                self.may_have_waiting = true;
-            }
-            None => self.requeued.extend(batch),
+    pub fn insert(&mut self, batch: &[Tag], io: &mut Io) {
+        io.trace(|tracer, in_flight, clock| tracer.unplugged(batch, in_flight.requests(), clock));
+        if self.scheduler.is_some() {
+            io.trace_requests(EventKind::Insert, batch);
+        }
+        if let Some(scheduler) = &mut self.scheduler {
+            let now_ns = io.clock.now_ns();
+            batch.iter().for_each(|&tag| scheduler.insert(tag, io.in_flight.requests(), now_ns));
+            self.may_have_waiting = true;
+        } else if self.throttle.is_on() {
+            let (admitted, delayed) = batch.split_at(self.admit(batch, io));
+            self.requeued.extend(admitted);
+            io.trace_requests(EventKind::Throttle, delayed);
+            self.throttle.push(delayed, io.in_flight.requests(), &mut io.stats);
+            self.may_have_waiting = true;
+        } else {
+            self.requeued.extend(batch);
         }
     }
 
     /// Offers `batch` to the driver. Requests that the driver does not take are requeued.
     #[inline]
-    pub fn issue_directly(
-        &mut self,
-        batch: &[Tag],
-        disk: &DiskView,
-        stats: &mut StatsWriter,
-        cx: &mut DriverContext<'_>,
-    ) {
-        let taken = self.issue(batch, disk, stats, cx, |_, _| {});
+    pub fn issue_directly(&mut self, batch: &[Tag], io: &mut Io, ring: Option<&mut Ring>) {
+        let taken = self.issue(batch, io, ring, |_| {});
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
     }
 
-    /// Whether limits are all that is between `batch` and the driver, and the queue has prepaid for all of
-    /// it. If so, `batch` is charged and may be issued directly. `data_sectors` is the plug's
-    /// [`Plug::data_sectors`](super::plug::Plug::data_sectors). Called if [`Dispatch::is_direct`] is false;
-    /// out of line, so that it costs queues without limits nothing.
+    /// Whether the queue has prepaid for all of `batch`, on [`DispatchPath::Limited`]. If so, `batch` is
+    /// charged and may be issued directly. `data_sectors` is the plug's
+    /// [`Plug::data_sectors`](super::plug::Plug::data_sectors). Out of line, so that it costs queues without
+    /// limits nothing.
     #[inline(never)]
     pub fn pay_limits(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
-        if self.observes_completions || !self.requeued.is_empty() {
+        if self.observers.completions {
             return false;
         }
         // `pay_at_once` covers the usual case of one limit, and spills no registers.
         self.throttle.pay_at_once(batch, data_sectors, requests) || self.throttle.pay(batch, requests)
     }
 
-    pub fn has_only_limits(&self) -> bool {
-        !self.observes_bios && self.tracer.is_none() && self.requeued.is_empty() && self.throttle.is_on()
-    }
-
     /// Issues the requests of `batch` that the limits admit now. The others wait in the throttle.
     #[inline(never)]
-    pub fn issue_limited(
-        &mut self,
-        batch: &[Tag],
-        disk: &DiskView,
-        stats: &mut StatsWriter,
-        cx: &mut DriverContext<'_>,
-    ) {
-        let admitted = self.admit(batch, disk, cx.requests, cx.clock.last_read_ns());
-        let (batch, delayed) = batch.split_at(admitted);
-        self.stamp_issued(batch, cx.clock);
-        let taken = self.issue(batch, disk, stats, cx, |_, _| {});
-        if taken < batch.len() {
-            self.requeued.extend(&batch[taken..]);
-        }
+    pub fn issue_limited(&mut self, batch: &[Tag], io: &mut Io, mut ring: Option<&mut Ring>) {
+        let (batch, delayed) = batch.split_at(self.admit(batch, io));
+        self.stamp_issued(batch, io);
+        self.issue_directly(batch, io, ring.as_deref_mut());
         if !delayed.is_empty() {
-            self.throttle.push(delayed, cx.requests, stats);
+            self.throttle.push(delayed, io.in_flight.requests(), &mut io.stats);
             self.may_have_waiting = true;
             // `admit` stops at the first request that must wait. `run` issues later ones whose own limit
             // has room, such as reads behind a write, and starts to count the waiting time.
-            self.run(disk, stats, cx);
+            self.run(io, ring);
         }
+    }
+
+    /// [`Dispatch::issue_directly`] for a traced queue. `plug` must be the requests of a whole plug, so that
+    /// its events fit into one record.
+    #[inline(never)]
+    pub fn issue_traced(&mut self, plug: &[Tag], io: &mut Io, ring: Option<&mut Ring>) {
+        let taken = self.issue(plug, io, ring, |io| {
+            io.trace(|tracer, in_flight, clock| tracer.issued(plug, in_flight.requests(), clock));
+        });
+        let left = &plug[taken..];
+        if left.is_empty() {
+            return;
+        }
+        if self.blocked_by_quiesce {
+            io.trace(|tracer, in_flight, clock| tracer.unplugged(plug, in_flight.requests(), clock));
+        } else {
+            io.trace_requests(EventKind::Requeue, left);
+        }
+        self.requeued.extend(left);
     }
 
     /// The number of requests of `batch`, from its beginning, that the limits admit now. A frozen disk has no
     /// limits, because the freeze waits for these requests.
     #[inline(never)]
-    fn admit(&mut self, batch: &[Tag], disk: &DiskView, requests: &[Request], read_ns: u64) -> usize {
-        if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests, read_ns) }
+    fn admit(&mut self, batch: &[Tag], io: &Io) -> usize {
+        if io.disk.is_frozen() {
+            return batch.len();
+        }
+        self.throttle.admit(batch, io.in_flight.requests(), io.clock.last_read_ns())
     }
 
     #[inline]
@@ -339,11 +331,15 @@ impl Dispatch {
     }
 
     fn has_scheduled_or_waiting(&self) -> bool {
-        self.scheduler.as_ref().is_some_and(|scheduler| scheduler.len() > 0) || self.throttle.has_waiting()
+        self.scheduled() > 0 || self.throttle.has_waiting()
+    }
+
+    fn scheduled(&self) -> usize {
+        self.scheduler.as_ref().map_or(0, |scheduler| scheduler.len())
     }
 
     /// Issues requests until none is ready or the driver is busy.
-    pub fn run(&mut self, disk: &DiskView, stats: &mut StatsWriter, cx: &mut DriverContext<'_>) {
+    pub fn run(&mut self, io: &mut Io, mut ring: Option<&mut Ring>) {
         if let Some(at_ns) = self.rerun_at_ns {
             if monotonic_ns() < at_ns {
                 return;
@@ -352,68 +348,59 @@ impl Dispatch {
         }
         let mut batch = [Tag(0); PLUG_REQUESTS];
         loop {
-            let len = self.next_batch(&mut batch, disk, stats, cx);
-            self.stamp_issued(&batch[..len], cx.clock);
-            let taken = self.issue(&batch[..len], disk, stats, cx, |tracer, cx| {
-                if let Some(tracer) = tracer {
-                    tracer.requests(EventKind::Issue, &batch[..len], cx.requests, cx.clock);
-                }
-            });
-            if self.tracer.is_some() && !self.blocked_by_quiesce {
-                self.trace(EventKind::Requeue, &batch[taken..len], cx);
+            let len = self.next_batch(&mut batch, io);
+            let offered = &batch[..len];
+            self.stamp_issued(offered, io);
+            let trace = |io: &mut Io| io.trace_requests(EventKind::Issue, offered);
+            let left = &offered[self.issue(offered, io, ring.as_deref_mut(), trace)..];
+            if !self.blocked_by_quiesce {
+                io.trace_requests(EventKind::Requeue, left);
             }
-            for &tag in batch[taken..len].iter().rev() {
-                self.requeued.push_front(tag);
-            }
-            if taken < len || len == 0 {
+            left.iter().rev().for_each(|&tag| self.requeued.push_front(tag));
+            if !left.is_empty() || len == 0 {
                 break;
             }
         }
+        self.may_have_waiting = self.has_scheduled_or_waiting();
         if !self.throttle.is_on() {
             return;
         }
-        if let Some(flush) = self.throttle.take_new_flush().filter(|_| self.tracer.is_some()) {
-            self.trace(EventKind::Throttle, &[flush], cx);
+        if let Some(flush) = self.throttle.take_new_flush() {
+            io.trace_requests(EventKind::Throttle, &[flush]);
         }
-        self.throttle.note_waiting(self.scheduler.as_ref().map_or(0, |scheduler| scheduler.len()), stats);
-        self.update_flags();
+        self.throttle.note_waiting(self.scheduled(), &mut io.stats);
+        self.update(io.tracer());
     }
 
     /// Fills `batch` with the requests to offer next, all from one source. Returns their number.
-    fn next_batch(
-        &mut self,
-        batch: &mut [Tag],
-        disk: &DiskView,
-        stats: &mut StatsWriter,
-        cx: &mut DriverContext<'_>,
-    ) -> usize {
+    fn next_batch(&mut self, batch: &mut [Tag], io: &mut Io) -> usize {
         let mut len = 0;
-        while len < batch.len() {
-            let Some(tag) = self.requeued.pop_front() else { break };
+        while len < batch.len()
+            && let Some(tag) = self.requeued.pop_front()
+        {
             batch[len] = tag;
             len += 1;
         }
         if len == 0 && self.throttle.has_waiting() {
-            len = self.throttle.take(batch, cx.requests, disk.is_frozen());
+            len = self.throttle.take(batch, io.in_flight.requests(), io.disk.is_frozen());
         }
         if len > 0 {
             return len;
         }
         let Some(scheduler) = &mut self.scheduler else { return 0 };
-        let room = u32::from(disk.settings().depth).saturating_sub(self.started) as usize;
+        let room = u32::from(io.disk.settings().depth).saturating_sub(self.started) as usize;
         self.scheduler_has_room = room > 0;
-        let now_ns = cx.clock.now_ns();
-        let passes_limits = self.throttle.is_on() && !disk.is_frozen();
+        let now_ns = io.clock.now_ns();
+        let passes_limits = self.throttle.is_on() && !io.disk.is_frozen();
         if !passes_limits {
             self.throttle.unblock();
         }
         while len < batch.len().min(room) {
+            let requests = io.in_flight.requests();
             let open = if passes_limits && scheduler.len() > 0 { self.throttle.open() } else { [true; 2] };
-            let Some(tag) = scheduler.dispatch(cx.requests, open, now_ns) else { break };
-            if passes_limits && !self.throttle.admit_scheduled(tag, cx.requests, stats) {
-                if let Some(tracer) = &mut self.tracer {
-                    tracer.requests(EventKind::Throttle, &[tag], cx.requests, cx.clock);
-                }
+            let Some(tag) = scheduler.dispatch(requests, open, now_ns) else { break };
+            if passes_limits && !self.throttle.admit_scheduled(tag, requests, &mut io.stats) {
+                io.trace_requests(EventKind::Throttle, &[tag]);
                 continue;
             }
             batch[len] = tag;
@@ -428,43 +415,59 @@ impl Dispatch {
     fn issue(
         &mut self,
         tags: &[Tag],
-        disk: &DiskView,
-        stats: &mut StatsWriter,
-        cx: &mut DriverContext<'_>,
-        trace: impl FnOnce(&mut Option<Box<Tracer>>, &mut DriverContext<'_>),
+        io: &mut Io,
+        ring: Option<&mut Ring>,
+        trace: impl FnOnce(&mut Io),
     ) -> usize {
         if tags.is_empty() {
             return 0;
         }
         // Lifting the quiesce kicks the queue, which then offers the requests again.
-        self.blocked_by_quiesce = !disk.begin_dispatch();
+        self.blocked_by_quiesce = !io.disk.begin_dispatch();
         if self.blocked_by_quiesce {
             return 0;
         }
         debug_assert!(
-            tags.iter().map(|tag| &cx.requests[tag.index()]).all(|request| disk.declares(request)),
+            tags.iter().all(|&tag| io.disk.declares(&io.in_flight[tag])),
             "a request has flags that the driver does not declare"
         );
-        trace(&mut self.tracer, cx);
-        let taken = self.driver.queue_requests(cx, tags);
-        self.driver.commit(cx);
-        disk.leave_dispatch();
-        stats.count(Counter::DispatchBatches, 1);
+        if !self.bitmaps.is_empty() {
+            self.mark_written(tags, io.in_flight.requests());
+        }
+        trace(io);
+        let mut cx = self.context(io, ring);
+        let taken = self.driver.queue_requests(&mut cx, tags);
+        self.driver.commit(&mut cx);
+        io.disk.leave_dispatch();
+        io.stats.count(Counter::DispatchBatches, 1);
         match taken {
             Taken::All => {
                 self.started += tags.len() as u32;
                 tags.len()
             }
-            Taken::First(count, busy) => self.handle_busy(tags.len(), count, busy, stats),
+            Taken::First(count, busy) => self.handle_busy(tags.len(), count, busy, io),
+        }
+    }
+
+    /// Sets the bits of writes in the dirty bitmaps. Done before the writes are issued: a bitmap may mark too
+    /// much, but never too little.
+    #[cold]
+    fn mark_written(&self, tags: &[Tag], requests: &[Request]) {
+        for request in tags.iter().map(|tag| &requests[tag.index()]) {
+            if request.operation.is_write() && request.sectors > 0 {
+                let start = request.offset();
+                let range = start..start + (request.sectors << SECTOR_SHIFT);
+                self.bitmaps.iter().for_each(|bitmap| bitmap.mark(range.clone()));
+            }
         }
     }
 
     /// Requeues are counted, and a retry is scheduled if no completion will run the queue. Returns `count`,
     /// the number of requests that the driver took of those `offered`.
     #[cold]
-    fn handle_busy(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
+    fn handle_busy(&mut self, offered: usize, count: usize, busy: Busy, io: &mut Io) -> usize {
         self.started += count as u32;
-        stats.count(Counter::Requeues, (offered - count) as u64);
+        io.stats.count(Counter::Requeues, (offered - count) as u64);
         // The next completion runs the queue again. If the driver has no request, the timer must do it.
         if busy == Busy::Resource || self.started == 0 {
             self.rerun_at_ns = Some(monotonic_ns() + RESOURCE_DELAY_NS);
@@ -479,31 +482,23 @@ impl Dispatch {
     }
 
     #[inline]
-    fn stamp_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
+    fn stamp_issued(&mut self, tags: &[Tag], io: &mut Io) {
         if let Some(device_time) = &mut self.device_time
             && !tags.is_empty()
         {
-            device_time.issued(tags, clock.now_ns());
+            device_time.issued(tags, io.clock.now_ns());
         }
     }
 
+    /// Notifies the scheduler and the measurement of device time of completed requests.
     #[cold]
-    pub fn count_device_time(
-        &mut self,
-        completed: &[(Tag, IoResult)],
-        requests: &[Request],
-        clock: &mut Clock,
-    ) {
+    pub fn note_completed(&mut self, completed: &[(Tag, IoResult)], io: &mut Io) {
         if let Some(device_time) = &mut self.device_time {
             let left = u64::from(self.started).saturating_sub(completed.len() as u64);
-            device_time.completed(completed, requests, clock.now_ns(), left);
+            device_time.completed(completed, io.in_flight.requests(), io.clock.now_ns(), left);
         }
-    }
-
-    #[cold]
-    pub fn notify_scheduler(&mut self, completed: &[(Tag, IoResult)], clock: &mut Clock) {
         if let Some(scheduler) = &mut self.scheduler {
-            scheduler.completed(completed, clock.now_ns());
+            scheduler.completed(completed, io.clock.now_ns());
         }
     }
 
@@ -550,26 +545,33 @@ impl Dispatch {
     }
 
     #[inline]
-    pub fn complete_cqe(&mut self, cqe: Cqe, cx: &mut DriverContext<'_>) {
-        self.driver.complete_cqe(cx, cqe);
+    pub fn complete_cqe(&mut self, cqe: Cqe, io: &mut Io, ring: Option<&mut Ring>) {
+        let mut cx = self.context(io, ring);
+        self.driver.complete_cqe(&mut cx, cqe);
     }
 
-    #[inline]
-    pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        self.driver.poll(cx);
+    #[inline(never)]
+    pub fn poll(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
+        let mut cx = self.context(io, ring);
+        self.driver.poll(&mut cx);
     }
 
-    pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
-        self.driver.reload(cx);
+    /// Applies a change of the driver's settings, or of the bitmaps. No request is in flight.
+    pub fn reload(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
+        self.bitmaps = io.disk.disk().bitmaps.recording();
+        let mut cx = self.context(io, ring);
+        self.driver.reload(&mut cx);
     }
 
-    /// The driver's half of the queue. The caller may replace it while no request is in flight.
-    pub fn driver_mut(&mut self) -> &mut Box<dyn DriverQueue> {
-        &mut self.driver
+    /// Replaces the driver's half of the queue, which must be closed, while no request is in flight.
+    pub fn set_driver(&mut self, driver: Box<dyn DriverQueue>, io: &Io) {
+        self.bitmaps = io.disk.disk().bitmaps.recording();
+        self.driver = driver;
     }
 
-    pub fn close(&mut self, cx: &mut DriverContext<'_>) {
-        self.driver.close(cx);
+    pub fn close(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
+        let mut cx = self.context(io, ring);
+        self.driver.close(&mut cx);
     }
 
     pub fn is_scheduled(&self, tag: Tag) -> bool {

@@ -9,6 +9,8 @@ use crate::error::Status;
 use crate::request::Request;
 use crate::sector::Sector;
 
+/// The client of a bio that no source submitted.
+pub(super) const THREAD: &str = "a thread of this process";
 /// Maximum length of a recorded client name; a longer name is truncated.
 const CLIENT_BYTES: usize = 128;
 
@@ -87,18 +89,10 @@ impl Write for ClientName {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Noted {
-    operation: Operation,
-    sector: Sector,
-    sectors: u64,
-    status: Status,
-    client: ClientName,
-}
-
 #[derive(Debug, Default)]
 pub(super) struct FailureNotes {
-    first: Option<Noted>,
+    /// The first failure, without its client, and the client.
+    first: Option<(FailedIo, ClientName)>,
     more: u64,
     /// The `user_data` of the first request, until the source has written its client.
     unnamed: Option<u64>,
@@ -118,7 +112,7 @@ impl FailureNotes {
             Ok(user_data) => self.unnamed = Some(user_data),
             Err(name) => _ = client.write_str(name),
         }
-        self.first = Some(Noted { operation, sector, sectors, status, client });
+        self.first = Some((FailedIo { operation, sector, sectors, status, client: None }, client));
     }
 
     #[inline]
@@ -129,20 +123,14 @@ impl FailureNotes {
     /// Calls `name` to write the client of the first request, unless its client is known.
     #[cold]
     pub fn name(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
-        if let (Some(noted), Some(user_data)) = (&mut self.first, self.unnamed.take()) {
-            name(user_data, &mut noted.client);
+        if let (Some((_, client)), Some(user_data)) = (&mut self.first, self.unnamed.take()) {
+            name(user_data, client);
         }
     }
 
     pub fn take(&mut self) -> Failures {
         let FailureNotes { first, more, .. } = std::mem::take(self);
-        let first = first.map(|Noted { operation, sector, sectors, status, client }| FailedIo {
-            operation,
-            sector,
-            sectors,
-            status,
-            client: client.text(),
-        });
+        let first = first.map(|(failed, client)| FailedIo { client: client.text(), ..failed });
         Failures { first, more }
     }
 }

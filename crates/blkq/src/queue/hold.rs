@@ -5,19 +5,23 @@
 //! Other I/O continues, except for flushes: while a write is held, on any queue of the disk, no flush is
 //! issued. Otherwise the client would take data for durable that has not been written.
 
-use std::collections::VecDeque;
-
 use crate::bio::Operation;
 use crate::disk::{Disk, ErrorPolicy, Resume};
 use crate::error::{IoResult, Status};
+use crate::request::NIL;
+use crate::stats::Counter;
 use crate::tags::Tag;
+use crate::trace::EventKind;
+
+use super::dispatch::Dispatch;
+use super::io::Io;
 
 pub(super) struct Hold {
     /// The policy in force on this queue.
     policy: ErrorPolicy,
     /// The tag of the queue's own flush, which is never held.
     flush: Tag,
-    held: VecDeque<(Tag, Status)>,
+    held: Vec<(Tag, Status)>,
     /// For each tag whether its request was held, is not a read, and has not completed.
     writes: Vec<bool>,
     write_count: usize,
@@ -32,7 +36,7 @@ impl Hold {
         let mut hold = Hold {
             policy: ErrorPolicy::Report,
             flush,
-            held: VecDeque::new(),
+            held: Vec::new(),
             writes: vec![false; slots],
             write_count: 0,
             resumed: disk.hold.resumed(),
@@ -64,28 +68,49 @@ impl Hold {
         self.held.iter().find(|(held, _)| *held == tag).map(|(_, status)| *status)
     }
 
-    pub fn held(&self) -> impl Iterator<Item = Tag> + '_ {
-        self.held.iter().map(|(tag, _)| *tag)
-    }
-
-    pub fn held_from(&self, first: usize) -> impl Iterator<Item = (Tag, Status)> + '_ {
-        self.held.range(first..).copied()
-    }
-
     pub fn len(&self) -> usize {
         self.held.len()
     }
 
-    pub fn take_if(&mut self, which: impl Fn(Tag) -> bool) -> Vec<(Tag, IoResult)> {
-        let mut taken = Vec::new();
-        self.held.retain(|&(tag, status)| {
-            let is_taken = which(tag);
-            if is_taken {
-                taken.push((tag, Err(status)));
+    /// Finds held requests that must not be reissued, because clients have disconnected: a write if one of
+    /// its merged bios is abandoned, because the reissued write could overwrite newer data of that client,
+    /// and a read if all of its bios are abandoned. `is_abandoned` is called with the `user_data` of bios.
+    /// Returns for each tag whether the request is one of them.
+    pub fn find_abandoned(&self, io: &mut Io, is_abandoned: impl Fn(u64) -> bool) -> Vec<bool> {
+        let mut found = vec![false; self.writes.len()];
+        for &(tag, _) in &self.held {
+            io.in_flight.fill_plain(tag);
+            let (mut bio, mut any, mut all) = (io.in_flight[tag].first_bio, false, true);
+            while bio != NIL {
+                let is = io.user_data_of(bio).is_some_and(&is_abandoned);
+                (any, all) = (any || is, all && is);
+                bio = io.in_flight[bio].next;
             }
-            !is_taken
-        });
-        taken
+            found[tag.index()] = any && (all || io.in_flight[tag].operation.is_write());
+        }
+        found
+    }
+
+    /// Removes the held requests for which `which` returns true, so that they complete with their errors.
+    pub fn take_failed(
+        &mut self,
+        which: impl Fn(Tag) -> bool,
+        io: &mut Io,
+        dispatch: &mut Dispatch,
+    ) -> Vec<(Tag, IoResult)> {
+        let failed: Vec<_> = self.held.extract_if(.., |&mut (tag, _)| which(tag)).collect();
+        io.tags.resume(failed.len());
+        io.stats.held(self.held.len() as u64);
+        dispatch.claim(failed.len() as u32);
+        self.remove_writes(failed.iter().map(|(tag, _)| *tag), io.disk.disk());
+        failed.into_iter().map(|(tag, status)| (tag, Err(status))).collect()
+    }
+
+    /// Requeues all held requests.
+    pub fn reissue(&mut self, io: &mut Io, dispatch: &mut Dispatch) {
+        io.tags.resume(self.held.len());
+        dispatch.requeue(self.held.drain(..).map(|(tag, _)| tag));
+        io.stats.held(0);
     }
 
     /// Whether the disk was resumed since the last call, and how.
@@ -112,39 +137,78 @@ impl Hold {
         self.closing
     }
 
-    pub fn take(&mut self) -> Vec<Tag> {
-        self.held.drain(..).map(|(tag, _)| tag).collect()
+    /// Moves requests that must be held from `completed` to the held requests.
+    #[cold]
+    pub fn hold_failed(
+        &mut self,
+        completed: &mut Vec<(Tag, IoResult)>,
+        io: &mut Io,
+        dispatch: &mut Dispatch,
+    ) {
+        let before = self.held.len();
+        completed.retain(|&(tag, result)| match result {
+            Err(status) if tag != self.flush && self.policy.holds(status) => {
+                self.held.push((tag, status));
+                false
+            }
+            _ => true,
+        });
+        let failed = self.held[before..].to_vec();
+        for &(tag, status) in &failed {
+            self.add_write(tag, io);
+            io.in_flight.fill_plain(tag);
+            // The driver starts with clean words when the request is reissued.
+            io.in_flight[tag].pdu = [0; 2];
+            io.note_failure(tag, io.in_flight[tag].first_bio, status);
+        }
+        // After the held writes were added, so that no queue issues a flush in between.
+        self.remove_writes(completed.iter().map(|(tag, _)| *tag), io.disk.disk());
+        if failed.is_empty() {
+            return;
+        }
+        let tags: Vec<Tag> = failed.iter().map(|(tag, _)| *tag).collect();
+        io.trace_requests(EventKind::Requeue, &tags);
+        dispatch.hold(&tags);
+        io.tags.hold(tags.len());
+        io.stats.held(self.held.len() as u64);
+        io.stats.count(Counter::HeldRequests, tags.len() as u64);
+        if io.disk.is_frozen() {
+            // A freeze would wait for the held requests until its timeout. It fails instead.
+            io.disk.disk().control.wake_waiters();
+        }
     }
 
-    /// The error of request `tag`, which the driver completed with `result`, if the request must be held.
-    pub fn holds(&self, tag: Tag, result: IoResult) -> Option<Status> {
-        result.err().filter(|status| tag != self.flush && self.policy.holds(*status))
-    }
-
-    pub fn push(&mut self, tag: Tag, status: Status, operation: Operation, disk: &Disk) {
-        self.held.push_back((tag, status));
-        if operation != Operation::Read && !std::mem::replace(&mut self.writes[tag.index()], true) {
+    fn add_write(&mut self, tag: Tag, io: &Io) {
+        if io.in_flight[tag].operation == Operation::Read {
+            return;
+        }
+        #[cfg(simulation)]
+        crate::simulation::write_held(io.disk.index(), tag.0);
+        if !std::mem::replace(&mut self.writes[tag.index()], true) {
             self.write_count += 1;
-            disk.hold.add_write();
+            io.disk.disk().hold.add_write();
         }
     }
 
-    /// Removes this queue's writes from those that flushes wait for, because the queue is closed. Returns
-    /// whether they were the last of the disk.
-    pub fn forget_writes(&mut self, disk: &Disk) -> bool {
+    /// Removes this queue's writes from those that flushes wait for, because the queue is closed.
+    pub fn forget_writes(&mut self, disk: &Disk) {
+        self.remove_writes((0..self.writes.len()).map(|index| Tag(index as u16)), disk);
+    }
+
+    /// Removes completed requests from the held writes, and wakes all queues after the last one of the disk.
+    fn remove_writes(&mut self, completed: impl Iterator<Item = Tag>, disk: &Disk) {
+        if self.write_count == 0 {
+            return;
+        }
         let mut is_last = false;
-        for index in 0..self.writes.len() {
-            is_last |= self.complete(Tag(index as u16), disk);
+        for tag in completed {
+            if std::mem::take(&mut self.writes[tag.index()]) {
+                self.write_count -= 1;
+                is_last |= disk.hold.remove_write();
+            }
         }
-        is_last
-    }
-
-    /// Records that request `tag` completes. Returns whether it was the last held write of the disk.
-    pub fn complete(&mut self, tag: Tag, disk: &Disk) -> bool {
-        if !std::mem::take(&mut self.writes[tag.index()]) {
-            return false;
+        if is_last {
+            disk.wake_queues();
         }
-        self.write_count -= 1;
-        disk.hold.remove_write()
     }
 }

@@ -4,24 +4,24 @@
 //!
 //! Each part of a queue is a module and owns its fields:
 //!
-//! * `disk_view`: the settings and limits in force, and whether the queue has entered the disk;
-//! * `in_flight`, `tag_cache`: requests and bios in flight, and the free tags;
+//! * `io`: bios and requests in flight, and what each of their steps needs: `disk_view` (the settings and limits
+//!   in force, and whether the queue has entered the disk), `in_flight` (their slots), `tag_cache` (the free
+//!   tags), `flush` (the flush machine), `completions`, `failures`, `tracer`, the clock and the statistics;
 //! * `plug`: requests that are collected for one batch, and the fast path into it;
 //! * `pull_cursor`: the round-robin position over the software queues of other threads;
 //! * `dispatch`, `throttle`, `device_time`: requests between the plug and the driver;
-//! * `flush`: the flush machine; `hold`: failed requests that are held;
-//! * `completions`, `rounds`: completed requests, and the budget of a turn;
-//! * `hang`, `tracer`: reports of slow I/O, and the trace.
+//! * `hold`: failed requests that are held;
+//! * `rounds`: the budget of a turn;
+//! * `hang_tracker`: slow I/O that was reported.
 //!
-//! The steps of a bio are in `submit`, `pull` (bios of other threads), `merge`, `parts` (splits), `sequence`
-//! (flushes), `complete` and `resume`. This file has the turn, in which the owner runs them. `change` applies
-//! what was changed under a freeze, `scan` searches for hangs, and `close` closes the queue.
+//! The steps of a bio that need no other part than `io` are its methods: in `io` itself, `merge`, `parts`
+//! (splits), `sequence` (flushes) and `complete`. The steps of the queue are in `submit` and `pull` (bios of other
+//! threads). This file has the turn, in which the owner runs them. `lifecycle` opens a queue, applies what was
+//! changed under a freeze, and closes it; `scan` searches for hangs.
 //!
 //! The ring is lent to each call that may reach the driver, because several queues of a thread share it.
 
 mod broken;
-mod change;
-mod close;
 mod complete;
 mod completions;
 mod device_time;
@@ -31,14 +31,16 @@ pub mod failures;
 mod fast_limits;
 mod flush;
 pub mod hang;
+mod hang_tracker;
 mod hold;
 mod in_flight;
+mod io;
+mod lifecycle;
 mod merge;
 mod parts;
 pub mod plug;
 mod pull;
 mod pull_cursor;
-mod resume;
 mod rounds;
 mod scan;
 mod sequence;
@@ -47,122 +49,57 @@ mod tag_cache;
 mod throttle;
 mod trace;
 mod tracer;
-mod tracked;
 
 use std::sync::Arc;
 
 use crate::bio::Completion;
-use crate::clock::Clock;
-use crate::disk::{Disk, QueueClaim};
-use crate::driver::{DriverQueue, OpenContext};
-use crate::error::Error;
+use crate::clock::monotonic_ns;
+use crate::disk::{Disk, QueueClaim, Resume};
+use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
-use crate::ring::{Cqe, Registrar, Ring};
-use crate::slab::BioList;
-use crate::stats::{Counter, StatsWriter};
+use crate::ring::{Cqe, Ring};
+use crate::stats::Counter;
 use crate::tags::Tag;
 
-use completions::Completions;
-use disk_view::DiskView;
-use dispatch::Dispatch;
-use failures::FailureNotes;
-use flush::FlushMachine;
-use hang::HangTracker;
+use dispatch::{Dispatch, DispatchPath};
+use hang_tracker::HangTracker;
 use hold::Hold;
-use in_flight::InFlight;
+use io::Io;
 use plug::Plug;
 use pull_cursor::PullCursor;
 use rounds::Rounds;
-use tag_cache::TagCache;
 
 /// Plugs that a queue without a sleep flushes between two checks whether USDT probes are attached.
 const PROBE_PLUGS: u64 = 256;
 
 /// One hardware queue of a disk, owned by one thread.
 pub(crate) struct Queue {
-    disk: DiskView,
-    in_flight: InFlight,
-    tags: TagCache,
+    io: Io,
     plug: Plug,
-    /// Bios without a tag, and parts of split bios, in the order in which they become requests.
-    waiting: BioList,
-    /// How many bios at the front of `waiting` are counted in [`Counter::TagWaits`].
-    counted_waits: u32,
     pull_cursor: PullCursor,
     dispatch: Dispatch,
-    flush: FlushMachine,
     hold: Hold,
-    completions: Completions,
     rounds: Rounds,
-    clock: Clock,
-    stats: StatsWriter,
     hang_tracker: HangTracker,
-    failures: FailureNotes,
-    /// The driver's queue is wrapped in a [`TrackedQueue`](tracked::TrackedQueue), which sets bits of dirty
-    /// bitmaps.
-    is_tracked: bool,
     /// Must be the last field: the driver's queue must be dropped before another thread may open this queue.
     _claim: QueueClaim,
 }
 
-fn open_driver(
-    view: &DiskView,
-    slots: usize,
-    ring: Option<&mut Ring>,
-) -> Result<Box<dyn DriverQueue>, Error> {
-    let (ring, wake) = (ring.map(Registrar::new), view.shared().kick.clone());
-    view.driver().open_queue(OpenContext { index: view.index() as u16, tags: slots, ring, wake })
-}
-
 impl Queue {
-    /// Opens queue `index` of `disk` on this thread. `owner` marks the queue's submissions on the ring, which
-    /// several queues may share. Fails with the driver's error, or
-    /// [`ErrorKind::Busy`](crate::ErrorKind::Busy) if the queue is open already.
-    pub fn open(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
-        let claim = disk.claim_queue(index)?;
-        let view = DiskView::new(disk, index)?;
-        let shared = view.shared();
-        // One request beyond the tags is the queue's own flush.
-        let slots = usize::from(disk.depth_max()) + 1;
-        let mut driver = open_driver(&view, slots, ring)?;
-        let is_tracked = tracked::track(&mut driver, disk);
-        let tags = TagCache::new(shared, view.settings().requests(), disk.depth_max())?;
-        Ok(Queue {
-            in_flight: InFlight::new(slots, view.limits()),
-            tags,
-            plug: Plug::new(),
-            waiting: BioList::new(),
-            counted_waits: 0,
-            pull_cursor: PullCursor::default(),
-            dispatch: Dispatch::new(owner, driver, &view, slots),
-            flush: FlushMachine::new(Tag(slots as u16 - 1)),
-            hold: Hold::new(disk, view.index(), Tag(slots as u16 - 1), slots),
-            completions: Completions::new(slots),
-            rounds: Rounds::default(),
-            clock: Clock::new(view.settings().clock),
-            stats: StatsWriter::over(shared.stats.clone()),
-            hang_tracker: HangTracker::default(),
-            failures: FailureNotes::default(),
-            is_tracked,
-            disk: view,
-            _claim: claim,
-        })
-    }
-
     /// First half of a turn: completes the requests that the driver has finished, and takes bios that other
     /// threads have submitted.
     #[inline]
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
         self.close_fast_path();
         self.rounds.begin_turn();
-        let woken = self.disk.shared().kick.take_woken();
+        let woken = self.io.disk.shared().kick.take_woken();
         if woken || self.has_started() {
             if woken {
-                self.dispatch.refresh_limits(self.disk.disk());
+                self.dispatch.refresh_limits(&self.io);
             }
-            self.poll_driver(ring.as_deref_mut());
+            self.dispatch.poll(&mut self.io, ring.as_deref_mut());
         }
-        if self.completions.has_requests() {
+        if self.io.completions.has_requests() {
             self.complete_batch();
         }
         if woken {
@@ -174,7 +111,7 @@ impl Queue {
         self.admit_waiting(ring);
         // Bios that were rejected or are empty complete without a request, so `complete_batch` has not
         // delivered them.
-        self.completions.deliver_remote(&self.disk.disk().gate);
+        self.io.deliver_remote();
     }
 
     /// Second half of a turn; may be called several times. Flushes the plug and dispatches until nothing
@@ -185,9 +122,9 @@ impl Queue {
         if self.can_dispatch() {
             self.dispatch_ready(ring);
         }
-        self.clock.invalidate();
+        self.io.clock.invalidate();
         self.leave_if_idle();
-        self.completions.deliver_remote(&self.disk.disk().gate);
+        self.io.deliver_remote();
     }
 
     #[inline(never)]
@@ -196,7 +133,7 @@ impl Queue {
         loop {
             self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
-            let completed = self.completions.request_count();
+            let completed = self.io.completions.request_count();
             if completed == 0 {
                 break;
             }
@@ -213,21 +150,14 @@ impl Queue {
     #[inline]
     fn can_dispatch(&self) -> bool {
         !self.plug.is_empty()
-            || self.completions.has_requests()
+            || self.io.completions.has_requests()
             || self.dispatch.has_ready()
-            || self.flush.is_wanted()
+            || self.io.flush.is_wanted()
     }
 
     #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
-        let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-        self.dispatch.complete_cqe(cqe, &mut cx);
-    }
-
-    #[inline(never)]
-    fn poll_driver(&mut self, ring: Option<&mut Ring>) {
-        let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-        self.dispatch.poll(&mut cx);
+        self.dispatch.complete_cqe(cqe, &mut self.io, ring);
     }
 
     /// Passes everything in the plug to the scheduler or the driver. The fast path must be closed. The cached
@@ -235,64 +165,164 @@ impl Queue {
     #[inline(always)]
     fn flush_plug(&mut self, ring: Option<&mut Ring>) {
         debug_assert!(!self.plug.is_open());
-        self.clock.invalidate();
+        self.io.clock.invalidate();
         if !self.plug.is_empty() {
             self.flush_requests(ring);
         } else if self.dispatch.has_ready() {
-            self.run_dispatch(ring);
+            self.dispatch.run(&mut self.io, ring);
         }
     }
 
     #[inline]
     fn flush_requests(&mut self, ring: Option<&mut Ring>) {
-        if self.disk.settings().iostats {
-            self.plug.count(self.in_flight.requests(), &mut self.stats);
+        if self.io.disk.settings().iostats {
+            self.plug.count(self.io.in_flight.requests(), &mut self.io.stats);
         }
-        if self.stats.count_to(Counter::PlugFlushes, PROBE_PLUGS) {
+        if self.io.stats.count_to(Counter::PlugFlushes, PROBE_PLUGS) {
             self.check_probes();
         }
         let data_sectors = self.plug.data_sectors();
         let batch = self.plug.take_requests();
-        if self.dispatch.is_direct()
-            || self.dispatch.pay_limits(batch, data_sectors, self.in_flight.requests())
-        {
-            let mut cx =
-                self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-            self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);
-        } else if self.dispatch.has_only_limits() {
-            let mut cx =
-                self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-            self.dispatch.issue_limited(batch, &self.disk, &mut self.stats, &mut cx);
-        } else if self.dispatch.has_only_tracer() {
-            let mut cx =
-                self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-            self.dispatch.issue_traced(batch, &self.disk, &mut self.stats, &mut cx);
-        } else {
-            self.dispatch.trace_unplug(batch, &self.in_flight, &mut self.clock);
-            self.dispatch.insert(batch, &self.in_flight, &mut self.clock, &self.disk, &mut self.stats);
-            self.run_dispatch(ring);
+        let Queue { dispatch, io, .. } = self;
+        match dispatch.path() {
+            DispatchPath::Limited if !dispatch.pay_limits(batch, data_sectors, io.in_flight.requests()) => {
+                dispatch.issue_limited(batch, io, ring);
+            }
+            DispatchPath::Direct | DispatchPath::Limited => dispatch.issue_directly(batch, io, ring),
+            DispatchPath::Traced => dispatch.issue_traced(batch, io, ring),
+            DispatchPath::Queued => {
+                dispatch.insert(batch, io);
+                dispatch.run(io, ring);
+            }
         }
     }
 
-    fn run_dispatch(&mut self, ring: Option<&mut Ring>) {
-        let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-        self.dispatch.run(&self.disk, &mut self.stats, &mut cx);
+    /// Completes the requests that the driver has finished. The batch shares one clock reading, one return of
+    /// tags and one update of the shared counters.
+    fn complete_batch(&mut self) {
+        if self.io.completions.take_limits_changed() {
+            self.trace_fast_path();
+            self.io.reload_limits();
+        }
+        // A new clock reading, so that no request completes at an earlier time than it was issued.
+        self.io.clock.invalidate();
+        self.dispatch.clear_rerun();
+        let mut completed = self.io.completions.take_requests();
+        if self.hold.is_on() {
+            self.trace_fast_path();
+            self.hold.hold_failed(&mut completed, &mut self.io, &mut self.dispatch);
+        }
+        self.complete_requests(completed);
+    }
+
+    /// Completes `completed`, from which the requests that must be held have been removed.
+    fn complete_requests(&mut self, completed: Vec<(Tag, IoResult)>) {
+        if self.dispatch.observers().completions || self.hang_tracker.has_reported() {
+            self.note_completed(&completed);
+        }
+        self.io.complete_requests(&completed);
+        self.dispatch.release(completed.len() as u32);
+        self.io.completions.put_back_requests(completed);
+        self.io.deliver_remote();
+    }
+
+    /// Notifies the tracer, the scheduler and the measurement of device time, and records completions of
+    /// requests that were reported as hanging.
+    #[cold]
+    fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
+        self.trace(|tracer, in_flight, clock| tracer.completed(completed, in_flight.requests(), clock));
+        self.dispatch.note_completed(completed, &mut self.io);
+        if self.hang_tracker.has_reported() {
+            self.hang_tracker.note_completed(completed, &mut self.io);
+        }
+    }
+
+    /// Issues a flush if bios wait for one, none is in flight, and nothing delays it.
+    #[inline]
+    fn kick_flush(&mut self, ring: Option<&mut Ring>) {
+        if self.io.flush.is_wanted() {
+            self.issue_flush(ring);
+        }
+    }
+
+    #[cold]
+    fn issue_flush(&mut self, ring: Option<&mut Ring>) {
+        // A flush waits for data of other sequences, so that one flush serves them all, and for the end of a
+        // freeze.
+        if self.io.flush.is_delayed(monotonic_ns()) || self.io.disk.is_frozen() {
+            return;
+        }
+        self.trace_fast_path();
+        if self.io.disk.has_held_writes() {
+            if self.hold.is_closing() {
+                // Another queue has the held writes. They may not be resumed before this queue has stopped.
+                self.io.abandon_flushes(Err(Status::Offline));
+            }
+        } else if (self.io.disk.is_entered() || self.enter(ring)) && self.io.start_flush() {
+            self.dispatch.push_first(self.io.flush.tag());
+        }
+    }
+}
+
+/// Requests that are held after errors.
+impl Queue {
+    #[inline]
+    pub fn has_held(&self) -> bool {
+        self.hold.has_held()
+    }
+
+    /// Applies the disk's policy, and resumes held requests if the operator has asked for that.
+    fn refresh_hold(&mut self) {
+        let disk = self.io.disk.disk();
+        self.hold.reload(disk);
+        match self.hold.take_resumed(disk) {
+            Some(Resume::Fail) => self.fail_held(|_| true),
+            Some(Resume::Reissue) => self.hold.reissue(&mut self.io, &mut self.dispatch),
+            None => return,
+        }
+        self.hold.note_resumed(self.io.disk.disk(), self.io.disk.index());
+    }
+
+    /// Fails held requests and stops holding others, because the owner of the queue is stopping.
+    fn close_hold(&mut self) {
+        self.hold.close(self.io.disk.disk());
+        self.fail_held(|_| true);
+    }
+
+    /// Fails held requests that must not be reissued, because clients have disconnected. `is_abandoned` is
+    /// called with the `user_data` of bios.
+    pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
+        self.close_fast_path();
+        let abandoned = self.hold.find_abandoned(&mut self.io, is_abandoned);
+        if abandoned.contains(&true) {
+            self.fail_held(|tag| abandoned[tag.index()]);
+            self.admit_waiting(ring);
+        }
+    }
+
+    /// Completes the held requests for which `which` returns true with their errors.
+    fn fail_held(&mut self, which: impl Fn(Tag) -> bool) {
+        let failed = self.hold.take_failed(which, &mut self.io, &mut self.dispatch);
+        if !failed.is_empty() {
+            self.io.clock.invalidate();
+            self.complete_requests(failed);
+        }
     }
 }
 
 impl Queue {
     pub fn disk(&self) -> &Arc<Disk> {
-        self.disk.disk()
+        self.io.disk.disk()
     }
 
     /// Counts calls of io_uring_enter(2) since the last call of this method, and how many were early.
     pub fn count_enters(&mut self, enters: u64, early_submissions: u64) {
-        self.stats.count(Counter::Enters, enters);
-        self.stats.count(Counter::EarlySubmissions, early_submissions);
+        self.io.stats.count(Counter::Enters, enters);
+        self.io.stats.count(Counter::EarlySubmissions, early_submissions);
     }
 
     pub fn limits(&self) -> &QueueLimits {
-        self.disk.limits()
+        self.io.disk.limits()
     }
 
     /// Raises the size of the plug, because the thread owns several queues.
@@ -300,16 +330,9 @@ impl Queue {
         self.plug.set_several_queues();
     }
 
-    /// Stops taking bios of other threads, lifts limits and fails held requests: the owner is stopping.
-    pub fn close_to_submitters(&mut self) {
-        self.pull_cursor.close();
-        self.dispatch.close_limits();
-        self.close_hold();
-    }
-
     /// Must be called before the owner sleeps: drops the cached time.
     pub fn idle(&mut self) {
-        self.clock.idle();
+        self.io.clock.idle();
     }
 
     /// Must be called when the owner has slept: checks whether probes were attached meanwhile.
@@ -319,21 +342,21 @@ impl Queue {
 
     #[inline]
     pub fn completions(&self) -> &[Completion] {
-        self.completions.own()
+        self.io.completions.own()
     }
 
     pub fn take_completion(&mut self) -> Option<Completion> {
-        self.completions.take_own()
+        self.io.completions.take_own()
     }
 
     #[inline]
     pub fn completions_mut(&mut self) -> &mut Vec<Completion> {
-        self.completions.own_mut()
+        self.io.completions.own_mut()
     }
 
     /// The number of bios, and parts of bios, that have not completed.
     pub fn in_flight(&self) -> u32 {
-        self.in_flight.bios().len()
+        self.io.in_flight.bios().len()
     }
 
     #[inline]
@@ -343,17 +366,17 @@ impl Queue {
 
     #[inline]
     pub fn has_completed(&self) -> bool {
-        self.completions.has_requests()
+        self.io.completions.has_requests()
     }
 
     /// The latest time at which the queue must run again, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
         // A frozen disk issues its flush after the thaw, and a flush behind held writes after these have
         // completed.
-        let flush_ns = if self.disk.is_frozen() || self.disk.has_held_writes() {
+        let flush_ns = if self.io.disk.is_frozen() || self.io.disk.has_held_writes() {
             None
         } else {
-            self.flush.deadline_ns()
+            self.io.flush.deadline_ns()
         };
         [self.dispatch.deadline_ns(), flush_ns].into_iter().flatten().min()
     }
@@ -387,38 +410,39 @@ impl Queue {
     /// Held writes of another queue also delay a flush. The queue that completes the last of them wakes all
     /// others (clause 2).
     pub fn has_work(&self) -> bool {
-        !self.completions.own().is_empty()
-            || self.completions.has_requests()
-            || self.disk.shared().kick.is_woken()
+        !self.io.completions.own().is_empty()
+            || self.io.completions.has_requests()
+            || self.io.disk.shared().kick.is_woken()
             || self.is_cut_short()
-            || (self.disk.shared().software.has_pending() && self.can_take())
+            || (self.io.disk.shared().software.has_pending() && self.can_take())
             || self.can_continue_now()
-            || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
+            || (self.dispatch.is_blocked_by_quiesce() && !self.io.disk.is_quiesced())
     }
 
     /// Whether a flush, reload or bio was delayed by a freeze, or by a lack of tags, and can continue.
     fn can_continue_now(&self) -> bool {
-        if self.disk.is_frozen() {
+        if self.io.disk.is_frozen() {
             return self.dispatch.waits_for_limit();
         }
-        let may_flush = self.flush.is_due() && !self.disk.has_held_writes();
-        if may_flush || (!self.disk.is_entered() && self.disk.is_outdated()) {
+        let may_flush = self.io.flush.is_due() && !self.io.disk.has_held_writes();
+        if may_flush || (!self.io.disk.is_entered() && self.io.disk.is_outdated()) {
             return true;
         }
-        let may_get = || self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(self.tags.own() > 0);
-        !self.waiting.is_empty() && may_get()
+        let may_get =
+            || self.io.tags.may_get_shared(self.io.in_flight.in_use()).unwrap_or(self.io.tags.own() > 0);
+        !self.io.waiting.is_empty() && may_get()
     }
 
     /// Whether the queue waits for a batch of tags that other queues free.
     #[cfg(simulation)]
     pub fn waits_for_batch(&self) -> bool {
-        self.tags.waits_for_batch()
+        self.io.tags.waits_for_batch()
     }
 
     /// Whether everything has completed that can complete. While the disk is frozen or quiesced, requests
     /// that the driver does not have stay.
     pub fn is_drained(&self) -> bool {
-        let stopped = self.disk.is_frozen() || self.disk.is_quiesced();
+        let stopped = self.io.disk.is_frozen() || self.io.disk.is_quiesced();
         self.in_flight() == 0 || (stopped && !self.has_started())
     }
 }

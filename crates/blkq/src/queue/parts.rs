@@ -8,8 +8,7 @@
 
 use std::mem::ManuallyDrop;
 
-use crate::bio::Outline;
-use crate::bio::{BioFlags, Operation};
+use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, Segment};
 use crate::completer::Completer;
 use crate::error::{IoResult, Status};
@@ -18,14 +17,14 @@ use crate::slab::{DataSource, NewBio, SlotFlags};
 use crate::split;
 use crate::stats::Counter;
 
-use super::Queue;
+use super::io::Io;
 
 /// Parts of one bio that are in flight at the same time.
 const PARTS_MAX: u32 = 16;
 
-impl Queue {
+impl Io {
     /// Starts the data step of a bio: as one request, in parts, or as emulated write-zeroes.
-    pub(super) fn begin_data(&mut self, index: u32) {
+    pub fn begin_data(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
         match slot.operation {
@@ -83,7 +82,7 @@ impl Queue {
     }
 
     /// Emulates a write-zeroes by writing zeroes, unless the bio forbids it.
-    pub(super) fn begin_zeroes(&mut self, index: u32) {
+    pub fn begin_zeroes(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_FALLBACK) {
             return self.reject(index, Status::NotSupported);
         }
@@ -143,10 +142,7 @@ impl Queue {
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
-            self.trace_fast_path();
-            if let Some(tracer) = self.dispatch.tracer() {
-                tracer.split(index, part, &self.in_flight[part], &mut self.clock);
-            }
+            self.trace(|tracer, in_flight, clock| tracer.split(index, part, &in_flight[part], clock));
             self.await_tag(part);
         }
     }
@@ -196,7 +192,7 @@ impl Queue {
     }
 
     /// Accounts for a completed part of bio `index`: makes further parts, or completes the bio.
-    pub(super) fn complete_part(&mut self, index: u32, result: IoResult) {
+    pub fn complete_part(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.in_flight[index];
         slot.pending -= 1;
         if let (Err(status), None) = (result, slot.error) {

@@ -20,7 +20,7 @@ impl Queue {
     /// that stay can still be merged.
     #[inline]
     pub(super) fn pull_software_queues(&mut self, ring: Option<&mut Ring>) {
-        if self.disk.shared().software.has_pending() {
+        if self.io.disk.shared().software.has_pending() {
             self.pull_pending(ring);
         }
     }
@@ -29,9 +29,9 @@ impl Queue {
     fn pull_pending(&mut self, mut ring: Option<&mut Ring>) {
         // If bios wait, this is the quota for the whole turn; otherwise it shrinks with the free tags.
         let mut quota = self.pull_quota();
-        while self.disk.shared().software.has_pending() && quota > 0 {
+        while self.io.disk.shared().software.has_pending() && quota > 0 {
             let from = self.pull_cursor.from();
-            let mut rotated = self.disk.shared().software.take_pending().rotate_right(from);
+            let mut rotated = self.io.disk.shared().software.take_pending().rotate_right(from);
             let at_once = if rotated.is_power_of_two() { usize::MAX } else { TAKE_AT_ONCE };
             let before = quota;
             while rotated != 0 {
@@ -42,7 +42,7 @@ impl Queue {
                     quota = (quota - taken).min(self.pull_quota());
                     self.pull_cursor.set_from(index + 1);
                 } else {
-                    self.disk.shared().software.set_pending(index as usize);
+                    self.io.disk.shared().software.set_pending(index as usize);
                 }
             }
             if quota == before {
@@ -59,17 +59,17 @@ impl Queue {
     /// The number of staged requests that may be taken now: the number of free tags, or half of it if other
     /// bios wait for a tag or for a busy driver.
     fn pull_quota(&self) -> usize {
-        if self.pull_cursor.is_closed() || !self.in_flight.bios().has_room() || self.disk.is_frozen() {
+        if self.pull_cursor.is_closed() || !self.io.in_flight.bios().has_room() || self.io.disk.is_frozen() {
             return 0;
         }
-        let in_use = self.in_flight.in_use();
-        let free = u32::from(self.disk.settings().requests()).saturating_sub(in_use) as usize;
+        let in_use = self.io.in_flight.in_use();
+        let free = u32::from(self.io.disk.settings().requests()).saturating_sub(in_use) as usize;
         if free == 0 {
             // If all requests are held, no completion frees a tag, but a staged flush needs none and must
             // still be taken.
             return usize::from(in_use == self.hold.len() as u32);
         }
-        let is_idle = self.waiting.is_empty() && !self.dispatch.has_requeued();
+        let is_idle = self.io.waiting.is_empty() && !self.dispatch.has_requeued();
         if is_idle { free } else { free.div_ceil(2) }
     }
 
@@ -77,8 +77,8 @@ impl Queue {
     #[inline(never)]
     fn pull_one(&mut self, index: usize, count: usize, mut ring: Option<&mut Ring>) -> usize {
         // The number of free tags in a shared set is not known, so requests are taken one by one.
-        let count = if self.tags.is_shared() { 1 } else { count };
-        let more = self.disk.shared().software.try_take(index, count, self.pull_cursor.taken());
+        let count = if self.io.tags.is_shared() { 1 } else { count };
+        let more = self.io.disk.shared().software.try_take(index, count, self.pull_cursor.taken());
         let mut taken = 0;
         while let Some(staged) = self.pull_cursor.taken().pop_front() {
             taken += 1;
@@ -90,7 +90,7 @@ impl Queue {
         }
         // `None`: a submitter had the lock. The next turn tries again.
         if more.unwrap_or(true) {
-            self.disk.shared().software.set_pending(index);
+            self.io.disk.shared().software.set_pending(index);
         }
         taken
     }

@@ -2,20 +2,18 @@
 //! or alone.
 
 use crate::bio::{BioFlags, Operation};
-use crate::clock::monotonic_ns;
-use crate::error::{IoResult, Status};
+use crate::error::IoResult;
 use crate::limits::QueueLimits;
 use crate::request::{NIL, Request, RequestState};
-use crate::ring::Ring;
 use crate::slab::{FlushStep, SlotFlags};
 use crate::stats::{Counter, StatGroup};
 use crate::tags::Tag;
 
-use super::Queue;
+use super::io::Io;
 
-impl Queue {
+impl Io {
     /// Starts a flush without data. Without a write cache, it completes immediately.
-    pub(super) fn begin_flush(&mut self, index: u32) {
+    pub fn begin_flush(&mut self, index: u32) {
         if !self.disk.limits().write_cache {
             return self.complete_without_request(index, Ok(()));
         }
@@ -23,7 +21,7 @@ impl Queue {
     }
 
     /// Starts a write, discard or write-zeroes with PREFLUSH or FUA on a device with a write cache.
-    pub(super) fn begin_flush_sequence(&mut self, index: u32) {
+    pub fn begin_flush_sequence(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         if slot.flags.contains(BioFlags::PREFLUSH) {
             self.await_flush(index, FlushStep::Preflush);
@@ -58,7 +56,7 @@ impl Queue {
     /// Decides again how waiting write `index` becomes durable, because the limits have changed. A driver
     /// that does not declare FUA must not get the flag; a flush must follow the data instead. The decision is
     /// made for the submitted bio, whose flag its parts carry.
-    pub(super) fn renew_durability(&mut self, index: u32) {
+    pub fn renew_durability(&mut self, index: u32) {
         let &QueueLimits { write_cache, fua, .. } = self.disk.limits();
         let root = self.in_flight.bios().root_of(index);
         let has_flag = self.in_flight[index].flags.contains(BioFlags::FUA);
@@ -81,7 +79,7 @@ impl Queue {
 
     /// Renews the decision for the requests in flight. There are some only if the driver itself has lost a
     /// capability, because no request is in flight under a freeze.
-    pub(super) fn renew_durability_of_requests(&mut self) {
+    pub fn renew_durability_of_requests(&mut self) {
         for index in 0..self.in_flight.requests().len() {
             let tag = Tag(index as u16);
             let Request { state, first_bio, .. } = self.in_flight[tag];
@@ -103,7 +101,7 @@ impl Queue {
     }
 
     /// Completes the data step of a flush sequence. Returns true if the bio continues with a flush.
-    pub(super) fn complete_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
+    pub fn complete_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
         let step = std::mem::take(&mut self.in_flight[index].step);
         if !matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {
             return false;
@@ -116,36 +114,14 @@ impl Queue {
         true
     }
 
-    /// Issues a flush if bios wait for one, none is in flight, and nothing delays it.
-    #[inline]
-    pub(super) fn kick_flush(&mut self, ring: Option<&mut Ring>) {
-        if self.flush.is_wanted() {
-            self.issue_flush(ring);
-        }
-    }
-
-    #[cold]
-    fn issue_flush(&mut self, ring: Option<&mut Ring>) {
-        // A flush waits for data of other sequences, so that one flush serves them all, and for the end of a
-        // freeze.
-        if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() {
-            return;
-        }
-        if self.disk.has_held_writes() {
-            if self.hold.is_closing() {
-                // Another queue has the held writes. They may not be resumed before this queue has stopped.
-                self.abandon_flushes(Err(Status::Offline));
-            }
-            return;
-        }
-        if !(self.disk.is_entered() || self.enter(ring)) {
-            return;
-        }
+    /// Starts the driver's flush for all bios that wait for one. Returns false if they need none.
+    pub fn start_flush(&mut self) -> bool {
         let served = self.flush.begin();
         if !self.disk.limits().write_cache {
             // The write cache was removed after the bios had asked for a flush. Everything that completed
             // before is durable (see `QueueLimits::write_cache`).
-            return self.complete_flush(Ok(()));
+            self.complete_flush(Ok(()));
+            return false;
         }
         self.stats.count(Counter::FlushesSent, 1);
         self.stats.count(Counter::FlushesCoalesced, served as u64 - 1);
@@ -154,23 +130,21 @@ impl Queue {
             start_ns = self.clock.now_ns();
             self.stats.start(StatGroup::Flush, 1, start_ns);
         }
-        self.in_flight.begin_flush(self.flush.tag(), start_ns);
-        self.trace_fast_path();
-        if let Some(tracer) = self.dispatch.tracer() {
-            tracer.flush_begun(self.flush.tag(), served, &mut self.clock);
-        }
-        self.dispatch.push_first(self.flush.tag());
+        let tag = self.flush.tag();
+        self.in_flight.begin_flush(tag, start_ns);
+        self.trace(|tracer, _, clock| tracer.flush_begun(tag, served, clock));
+        true
     }
 
     /// Completes the bios that wait for the next flush, because none will be issued.
-    pub(super) fn abandon_flushes(&mut self, result: IoResult) {
+    pub fn abandon_flushes(&mut self, result: IoResult) {
         while let Some(index) = self.flush.next_abandoned() {
             self.complete_bio(index, result);
         }
     }
 
     /// Completes the driver's flush: each bio that it served takes its next step.
-    pub(super) fn complete_flush(&mut self, result: IoResult) {
+    pub fn complete_flush(&mut self, result: IoResult) {
         self.flush.complete();
         while let Some(index) = self.flush.next_served() {
             if self.in_flight[index].step == FlushStep::Preflush && result.is_ok() {

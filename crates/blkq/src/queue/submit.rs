@@ -4,19 +4,23 @@
 
 use std::mem::ManuallyDrop;
 
-use crate::bio::{Bio, BioFlags, Operation, Outline};
+use crate::bio::{Bio, BioFlags, Outline};
 use crate::buffer::Data;
 use crate::completer::Completer;
-use crate::error::{IoResult, Status};
-use crate::request::NIL;
+use crate::limits::MergeSide;
 use crate::ring::Ring;
-use crate::slab::{DataSource, NewBio, SlotFlags};
-use crate::split;
-use crate::stats::Counter;
+use crate::slab::{NewBio, SlotFlags};
 use crate::tags::Tag;
 use crate::trace::TraceClient;
 
 use super::Queue;
+use super::io::Io;
+
+/// The flag of a bio that is submitted in one piece: only a bio of the queue's owner can complete as a plain
+/// one (`Completions::complete_plain`).
+fn plain_flag(completer: &Completer) -> SlotFlags {
+    if matches!(completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() }
+}
 
 impl Queue {
     /// Accepts a bio of the queue's owner. Errors of the bio itself are reported by its completion. Returns
@@ -29,12 +33,12 @@ impl Queue {
         let data = ManuallyDrop::new(data);
         let outline = Outline { operation, flags, sector, sectors, start_ns: 0 };
         if (self.plug.is_open() || self.open_fast_path(matches!(*data, Data::Buffer(_)), ring.as_deref_mut()))
-            && self.disk.fast().fits_small(&outline, &data)
+            && self.io.disk.fast().fits_small(&outline, &data)
             && !self.plug.is_touched(sector, sectors)
         {
             let outline = Outline { start_ns: self.plug.start_ns(), ..outline };
             let tag = self.plug.take(&outline);
-            self.in_flight.begin_plain(tag, &outline, data, user_data);
+            self.io.in_flight.begin_plain(tag, &outline, data, user_data);
             if !self.plug.is_open() && self.plug.is_full() {
                 self.flush_full_plug(ring);
             }
@@ -50,21 +54,21 @@ impl Queue {
     #[inline(never)]
     fn open_fast_path(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
         if !is_buffer
-            || !(self.disk.is_entered() || self.enter(ring))
-            || self.disk.is_frozen()
-            || !self.waiting.is_empty()
-            || self.dispatch.observes_bios()
+            || !(self.io.disk.is_entered() || self.enter(ring))
+            || self.io.disk.is_frozen()
+            || !self.io.waiting.is_empty()
+            || self.dispatch.observers().bios
             || self.plug.has_large_request()
             || self.dispatch.throttle().has_waiting()
-            || self.tags.own() == 0
+            || self.io.tags.own() == 0
         {
             return false;
         }
-        let bios = self.plug.fast_path_len().min(self.tags.own());
+        let bios = self.plug.fast_path_len().min(self.io.tags.own());
         let (start_ns, bios) =
-            if self.disk.settings().iostats { self.clock.now_ns_for(bios) } else { (0, bios) };
-        self.clock.count_uses(bios);
-        self.tags.take_own(bios, |tags| self.plug.open(tags, start_ns));
+            if self.io.disk.settings().iostats { self.io.clock.now_ns_for(bios) } else { (0, bios) };
+        self.io.clock.count_uses(bios);
+        self.io.tags.take_own(bios, |tags| self.plug.open(tags, start_ns));
         true
     }
 
@@ -81,13 +85,13 @@ impl Queue {
     fn close_open_fast_path(&mut self) {
         let start_ns = self.plug.start_ns();
         let rest = self.plug.close();
-        self.clock.return_uses(start_ns, rest.len());
-        self.tags.put_own(rest);
+        self.io.clock.return_uses(start_ns, rest.len());
+        self.io.tags.put_own(rest);
     }
 
     #[inline(never)]
     fn submit_slow(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
-        if !self.in_flight.bios().has_room() {
+        if !self.io.in_flight.bios().has_room() {
             self.set_trace_client(|| TraceClient::NONE);
             return Err(bio);
         }
@@ -107,85 +111,49 @@ impl Queue {
     ) {
         let Bio { operation, flags, sector, sectors, data, .. } = bio;
         let (data, completer) = (ManuallyDrop::new(data), ManuallyDrop::new(completer));
-        if !self.disk.is_entered() {
+        if !self.io.disk.is_entered() {
             self.enter(ring.as_deref_mut());
         }
-        let start_ns = if self.disk.settings().iostats { self.clock.now_ns() } else { 0 };
+        let start_ns = if self.io.disk.settings().iostats { self.io.clock.now_ns() } else { 0 };
         let outline = Outline { operation, flags, sector, sectors, start_ns };
-        if !self.disk.fast().fits(&outline, &data) || self.dispatch.is_traced() {
-            // Only a bio of the owner can complete as a plain one; see `Completions::complete_plain`.
+        if !self.io.disk.fast().fits(&outline, &data) || self.io.is_traced() {
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
         }
-        let plain =
-            if matches!(*completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() };
-        let index =
-            self.in_flight.insert(NewBio { outline, data, completer, slot_flags: slot_flags | plain });
+        let slot_flags = slot_flags | plain_flag(&completer);
+        let index = self.io.in_flight.insert(NewBio { outline, data, completer, slot_flags });
         // A bio that passes `fits` has one buffer, and so one segment.
-        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
+        if !self.io.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
             self.queue_or_reject(index);
         }
     }
 
-    /// Queues a bio that got no tag, or rejects it if it has NO_WAIT.
     #[cold]
     fn queue_or_reject(&mut self, index: u32) {
-        if self.in_flight[index].flags.contains(BioFlags::NO_WAIT) {
-            self.reject_again(index);
-            return self.stop_waiting_for_tags();
-        }
         self.close_fast_path();
-        self.waiting.push_back(self.in_flight.bios_mut(), index);
-        self.count_tag_waits();
-    }
-
-    /// Completes a bio that got no tag and must not wait for one.
-    fn reject_again(&mut self, index: u32) {
-        if self.is_out_of_tags() {
-            self.stats.count(Counter::TagWaits, 1);
-        }
-        self.reject(index, Status::Again);
-    }
-
-    /// Whether bios without a tag wait for a tag, and not for the end of a freeze.
-    fn is_out_of_tags(&self) -> bool {
-        self.disk.is_entered() && !self.disk.is_frozen()
-    }
-
-    fn count_tag_waits(&mut self) {
-        if self.is_out_of_tags() {
-            let waiting = self.waiting.len();
-            self.stats.count(Counter::TagWaits, u64::from(waiting - self.counted_waits));
-            self.counted_waits = waiting;
-        }
-    }
-
-    pub(super) fn pop_waiting(&mut self) -> Option<u32> {
-        let index = self.waiting.pop_front(self.in_flight.bios_mut())?;
-        self.counted_waits = self.counted_waits.saturating_sub(1);
-        Some(index)
+        self.io.queue_or_reject(index);
     }
 
     /// Accepts a bio that is not a legal read or write of one buffer, or that is traced.
     #[cold]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
-        if self.disk.fast().fits(&bio.outline, &bio.data) {
+        if self.io.disk.fast().fits(&bio.outline, &bio.data) {
             return self.accept_piece(bio, Some(1), ring);
         }
         if let Data::Kernel(pages) = *bio.data {
             // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
             bio.outline.flags.insert(BioFlags::NO_MERGE);
-            if self.disk.fast().fits_pages(&bio.outline, pages.len()) {
+            if self.io.disk.fast().fits_pages(&bio.outline, pages.len()) {
                 return self.accept_piece(bio, Some(1), ring);
             }
         }
         if let Data::Segments(owner) = &*bio.data
-            && self.disk.fast().fits_segments(&bio.outline, owner.segments(), self.disk.limits())
+            && self.io.disk.fast().fits_segments(&bio.outline, owner.segments(), self.io.disk.limits())
         {
             return self.accept_piece(bio, None, ring);
         }
-        let index = self.in_flight.insert(bio);
+        let index = self.io.in_flight.insert(bio);
         self.trace_queued(index);
-        self.begin(index);
+        self.io.begin(index);
         self.admit_waiting(ring);
         // The bio may have completed already. The queue leaves now, so that a freeze need not wait for its
         // next turn.
@@ -196,144 +164,45 @@ impl Queue {
     /// traced. `segments` is its number of segments; `None`: they must be counted, because empty segments and
     /// segments beyond the end of the bio do not count.
     fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
-        if matches!(*bio.completer, Completer::Owner(_)) {
-            bio.slot_flags.insert(SlotFlags::PLAIN);
-        }
+        bio.slot_flags |= plain_flag(&bio.completer);
         let outline = bio.outline;
-        let index = self.in_flight.insert(bio);
+        let index = self.io.in_flight.insert(bio);
         self.trace_queued(index);
-        if !self.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
+        if !self.io.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
             return self.queue_or_reject(index);
         }
         self.trace_merge(index);
     }
 
-    /// Checks a bio, and starts its first step: a flush, its data, or a flush sequence.
-    fn begin(&mut self, index: u32) {
-        if let Err(status) = self.check(index) {
-            return self.reject(index, status);
-        }
-        let slot = &mut self.in_flight[index];
-        if slot.operation == Operation::Flush {
-            return self.begin_flush(index);
-        }
-        if slot.sectors == 0 {
-            // A write with PREFLUSH and no data is only a flush.
-            let flushes = slot.flags.contains(BioFlags::PREFLUSH);
-            return if flushes {
-                self.begin_flush(index)
-            } else {
-                self.complete_without_request(index, Ok(()))
-            };
-        }
-        if slot.operation != Operation::WriteZeroes {
-            // The flag has no meaning for other operations, and drivers do not declare it for them.
-            slot.flags.remove(BioFlags::NO_UNMAP);
-        }
-        if !self.disk.limits().write_cache {
-            slot.slot_flags.set(SlotFlags::UNCACHED_FUA, slot.flags.contains(BioFlags::FUA));
-            slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
-        }
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) {
-            return self.begin_flush_sequence(index);
-        }
-        self.begin_data(index);
-    }
-
-    /// Checks a bio against the rules of the device (`submit_bio_noacct` in block/blk-core.c).
-    pub(super) fn check(&self, index: u32) -> IoResult {
-        let slot = &self.in_flight[index];
-        // Rejected, because nothing else would compare the length of this memory with what drivers see of it.
-        if !slot.operation.has_data() && !matches!(*slot.data, Data::None) {
-            return Err(Status::Invalid);
-        }
-        if slot.operation == Operation::Flush {
-            return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
-        }
-        if slot.operation.is_write() && self.disk.limits().read_only {
-            return Err(Status::ReadOnly);
-        }
-        let offset = slot.sector.0.checked_mul(512).ok_or(Status::Invalid)?;
-        let length = slot.sectors.checked_mul(512).ok_or(Status::Invalid)?;
-        self.disk.limits().check_range(offset, length)?;
-        let is_write = slot.operation.is_write();
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
-            return Err(Status::Invalid);
-        }
-        if slot.operation.has_data() && slot.data_source != DataSource::Zeroes {
-            self.check_memory(index)?;
-        }
-        Ok(())
-    }
-
-    /// Checks the memory of bio `index`. A part uses the memory of the bio that was submitted. That memory
-    /// was checked on submission, but the limits may have changed since.
-    fn check_memory(&self, index: u32) -> IoResult {
-        let (root, _) = self.in_flight.bios().memory_of(index);
-        if matches!(*root.data, Data::Kernel(_)) && !self.disk.limits().kernel_pages {
-            return Err(Status::NotSupported);
-        }
-        let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
-        let length = length.ok_or(Status::Invalid)?;
-        if let Data::Buffer(buffer) = &*root.data {
-            // Any buffer is aligned for any device. Drivers get a segment of the bio's length.
-            return if buffer.len() as u64 >= length { Ok(()) } else { Err(Status::Invalid) };
-        }
-        root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))
-    }
-
-    /// Queues a bio behind those that wait for a tag.
-    pub(super) fn await_tag(&mut self, index: u32) {
-        let slot = &self.in_flight[index];
-        let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
-        if !may_wait && (!self.waiting.is_empty() || !self.disk.is_entered()) {
-            return self.reject_again(index);
-        }
-        self.waiting.push_back(self.in_flight.bios_mut(), index);
-    }
-
     #[inline]
     pub(super) fn admit_waiting(&mut self, ring: Option<&mut Ring>) {
-        if self.waiting.is_empty() {
-            return self.stop_waiting_for_tags();
+        if self.io.waiting.is_empty() {
+            return self.io.stop_waiting_for_tags();
         }
         self.admit_all(ring);
     }
 
     #[inline(never)]
     fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
-        if !(self.disk.is_entered() || self.enter(ring.as_deref_mut())) {
+        if !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
             return;
         }
-        while !self.waiting.is_empty() {
-            let is_counted = self.counted_waits > 0;
-            let Some(index) = self.pop_waiting() else { break };
-            if self.disk.settings().iostats && self.in_flight[index].start_ns == 0 {
+        while let Some((index, is_counted)) = self.io.pop_waiting() {
+            if self.io.disk.settings().iostats && self.io.in_flight[index].start_ns == 0 {
                 // Statistics were off when the bio was submitted.
-                self.in_flight[index].start_ns = self.clock.now_ns();
+                self.io.in_flight[index].start_ns = self.io.clock.now_ns();
             }
-            let outline = self.in_flight[index].outline();
+            let outline = self.io.in_flight[index].outline();
             if self.admit(index, &outline, None, ring.as_deref_mut()) {
                 self.trace_merge(index);
-                continue;
+            } else if self.io.may_wait(index) {
+                return self.io.return_waiting(index, is_counted);
+            } else {
+                self.trace_fast_path();
+                self.io.reject_again(index);
             }
-            let slot = &self.in_flight[index];
-            if !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL {
-                self.waiting.push_front(self.in_flight.bios_mut(), index);
-                self.counted_waits += u32::from(is_counted);
-                return self.count_tag_waits();
-            }
-            self.reject_again(index);
         }
-        self.stop_waiting_for_tags();
-    }
-
-    /// Stops waiting for a tag of a shared set if no bio needs one, so that a wake-up goes to another queue.
-    #[inline]
-    fn stop_waiting_for_tags(&mut self) {
-        if self.waiting.is_empty() {
-            self.tags.cancel_wait();
-        }
+        self.io.stop_waiting_for_tags();
     }
 
     /// Merges the bio into a request, or makes it a request of its own in the plug. Returns false if there is
@@ -350,8 +219,8 @@ impl Queue {
             return true;
         }
         let Some(tag) = self.take_tag() else { return false };
-        let segments = segments.unwrap_or_else(|| self.in_flight.count_segments(index));
-        self.in_flight.begin(tag, index, outline, segments);
+        let segments = segments.unwrap_or_else(|| self.io.in_flight.count_segments(index));
+        self.io.in_flight.begin(tag, index, outline, segments);
         self.plug_request(tag, outline, ring);
         true
     }
@@ -360,11 +229,11 @@ impl Queue {
     fn take_tag(&mut self) -> Option<Tag> {
         self.close_fast_path();
         // A frozen disk starts no request; those in flight complete.
-        if !self.disk.is_entered() || self.disk.is_frozen() {
+        if !self.io.disk.is_entered() || self.io.disk.is_frozen() {
             return None;
         }
-        let Queue { tags, in_flight, hold, .. } = self;
-        tags.next().or_else(|| tags.next_shared(in_flight.in_use(), hold.len() as u32))
+        let Io { tags, in_flight, .. } = &mut self.io;
+        tags.next().or_else(|| tags.next_shared(in_flight.in_use(), self.hold.len() as u32))
     }
 
     /// Adds a request to the plug, and flushes the plug if it is full or the request is large.
@@ -373,11 +242,73 @@ impl Queue {
         if self.plug.has_large_request() {
             self.flush_full_plug(ring.as_deref_mut());
         }
-        if self.dispatch.is_traced() {
+        if self.io.is_traced() {
             self.trace_request(tag);
         }
-        if self.plug.push(tag, outline, self.disk.settings().merge) {
+        if self.plug.push(tag, outline, self.io.disk.settings().merge) {
             self.flush_full_plug(ring);
+        }
+    }
+
+    /// Tries to merge bio `index`: with the youngest request of the plug, else with a neighbour in the
+    /// scheduler, else with the youngest request that waits for a limit. `segments` is the bio's number of
+    /// segments, `None` if unknown.
+    #[inline(always)]
+    fn try_merge(&mut self, index: u32, outline: &Outline, segments: Option<u16>) -> bool {
+        (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index, segments))
+            || (self.dispatch.scheduler().is_some() && self.try_scheduler_merge(index, segments))
+            || (self.dispatch.throttle().has_waiting() && self.try_throttled_merge(index, segments))
+    }
+
+    #[inline(always)]
+    fn try_plug_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
+        let Some(tag) = self.plug.last() else { return false };
+        let merged = self.io.try_merge(tag, index, segments);
+        if merged {
+            self.plug.merged(&self.io.in_flight[tag]);
+            if self.plug.has_large_request() {
+                // The slow path flushes the plug before it adds the next request.
+                self.close_fast_path();
+            }
+        }
+        merged
+    }
+
+    #[cold]
+    fn try_throttled_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
+        let youngest = self.dispatch.throttle().youngest(self.io.in_flight[index].operation);
+        let merged = youngest.filter(|&tag| self.io.try_merge(tag, index, segments));
+        merged.inspect(|&tag| self.trace_merge_into(tag, index)).is_some()
+    }
+
+    #[cold]
+    fn try_scheduler_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
+        let Some(scheduler) = self.dispatch.scheduler_mut() else { return false };
+        let (requests, slot) = (self.io.in_flight.requests(), &self.io.in_flight[index]);
+        let found = scheduler.find_merge(requests, slot.operation, slot.sector, slot.sectors);
+        let Some((tag, side)) = found.filter(|&(tag, _)| self.io.try_merge(tag, index, segments)) else {
+            return false;
+        };
+        let requests = self.io.in_flight.requests();
+        scheduler.merged(tag, requests);
+        let neighbour = scheduler.find_neighbour(requests, tag, side);
+        self.trace_merge_into(tag, index);
+        match (side, neighbour) {
+            (MergeSide::Back, Some(next)) => self.join(tag, next),
+            (MergeSide::Front, Some(previous)) => self.join(previous, tag),
+            (_, None) => {}
+        }
+        true
+    }
+
+    /// Joins two requests of the scheduler that touch after a merge, if the limits allow it.
+    fn join(&mut self, first: Tag, second: Tag) {
+        if self.io.can_join(first, second) {
+            self.trace(|tracer, in_flight, clock| tracer.joined(first, second, in_flight.requests(), clock));
+            self.io.join(first, second);
+            if let Some(scheduler) = self.dispatch.scheduler_mut() {
+                scheduler.joined(first, second);
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 use std::ops::Range;
 
-use crate::bio::Operation;
+use crate::bio::{Operation, Outline};
 use crate::clock::{Clock, ClockMode};
 use crate::error::IoResult;
 use crate::limits::{MergeSide, QueueLimits};
@@ -60,16 +60,11 @@ impl Default for Tracer {
 impl Tracer {
     /// Starts or stops to write the events with `writer`. `plugged` requests are in the plug, and those of
     /// `in_flight` have begun before.
-    pub fn set_writer(
-        &mut self,
-        writer: Option<TraceWriter>,
-        plugged: usize,
-        in_flight: impl Iterator<Item = Tag>,
-    ) {
+    pub fn set_writer(&mut self, writer: Option<TraceWriter>, plugged: usize, in_flight: Vec<Tag>) {
         self.writer = writer;
         self.plugged = plugged;
         self.plug_clients = [TraceClient::NONE; PLUG_REQUESTS_SEVERAL_QUEUES];
-        self.unknown = in_flight.collect();
+        self.unknown = in_flight;
     }
 
     /// Starts or stops to fire `probes`. `plugged` requests are in the plug.
@@ -103,33 +98,23 @@ impl Tracer {
         }
     }
 
-    // Probes are fired out of line, from events of their own, so that the events of the trace stay in
-    // registers.
-
-    /// Fires the probe of a bio, or of its merge into request `tag`.
-    #[cold]
-    #[inline(never)]
-    fn fire_bio(
-        &self,
-        kind: EventKind,
-        bio: u32,
-        slot: &BioSlot,
-        tag: Option<Tag>,
-        result: IoResult,
-        time_ns: u64,
-    ) {
-        if let Some(probes) = &self.probes {
-            let event = self.bio(kind, bio, slot, time_ns);
-            probes.fire(&TraceEvent { tag, status: result.err(), ..event }, slot.start_ns);
+    /// Writes the event, and fires its probe. A bio or request that began at `start_ns` completed with
+    /// `result`, or has not completed.
+    #[inline]
+    fn record(&mut self, event: TraceEvent, result: IoResult, start_ns: u64) {
+        let event = TraceEvent { status: result.err(), ..event };
+        self.push(event);
+        if self.has_probes() {
+            self.fire(event, start_ns);
         }
     }
 
+    /// Out of line, and with a copy of the event, so that the events of the trace stay in registers.
     #[cold]
     #[inline(never)]
-    fn fire(&self, kind: EventKind, tag: Tag, request: &Request, result: IoResult, time_ns: u64) {
+    fn fire(&self, event: TraceEvent, start_ns: u64) {
         if let Some(probes) = &self.probes {
-            let event = self.request(kind, tag, request, time_ns);
-            probes.fire(&TraceEvent { status: result.err(), ..event }, request.start_ns);
+            probes.fire(&event, start_ns);
         }
     }
 
@@ -152,82 +137,58 @@ impl Tracer {
         self.clients.get(bio as usize).copied().unwrap_or_default()
     }
 
-    fn bio(&self, kind: EventKind, bio: u32, slot: &BioSlot, time_ns: u64) -> TraceEvent {
+    fn event(&self, kind: EventKind, bio: u32, tag: Option<Tag>, of: &Outline, time_ns: u64) -> TraceEvent {
         TraceEvent {
             time_ns,
             kind,
-            operation: slot.operation,
-            flags: slot.flags,
-            sector: slot.sector,
-            bytes: bytes_of(slot.sectors),
+            operation: of.operation,
+            flags: of.flags,
+            sector: of.sector,
+            bytes: bytes_of(of.sectors),
             bio,
-            tag: None,
+            tag,
             client: self.client_of(bio),
             status: None,
             other: 0,
         }
     }
 
+    /// An event of the request that has `tag`, or that is about to be merged into the one with that tag.
     fn request(&self, kind: EventKind, tag: Tag, request: &Request, time_ns: u64) -> TraceEvent {
-        TraceEvent {
-            time_ns,
-            kind,
-            operation: request.operation,
-            flags: request.flags,
-            sector: request.sector,
-            bytes: bytes_of(request.sectors),
-            bio: request.first_bio,
-            tag: Some(tag),
-            client: self.client_of(request.first_bio),
-            status: None,
-            other: 0,
-        }
+        self.event(kind, request.first_bio, Some(tag), &request.outline(), time_ns)
     }
 
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
         let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
         self.set_client_of(bio, client);
-        let now_ns = clock.now_ns();
-        self.push(self.bio(EventKind::Queue, bio, slot, now_ns));
-        if self.has_probes() {
-            self.fire_bio(EventKind::Queue, bio, slot, None, Ok(()), now_ns);
-        }
+        let event = self.event(EventKind::Queue, bio, None, &slot.outline(), clock.now_ns());
+        self.record(event, Ok(()), slot.start_ns);
     }
 
     pub fn split(&mut self, parent: u32, part: u32, slot: &BioSlot, clock: &mut Clock) {
         self.set_client_of(part, self.client_of(parent));
-        let event = self.bio(EventKind::Split, part, slot, clock.now_ns());
+        let event = self.event(EventKind::Split, part, None, &slot.outline(), clock.now_ns());
         self.push(TraceEvent { other: parent, ..event });
     }
 
     /// Records the completion of a bio that never became a request.
     pub fn completed_bio(&mut self, bio: u32, slot: &BioSlot, result: IoResult, clock: &mut Clock) {
-        let now_ns = clock.now_ns();
-        let event = self.bio(EventKind::Complete, bio, slot, now_ns);
-        self.push(TraceEvent { status: result.err(), ..event });
-        if self.has_probes() {
-            self.fire_bio(EventKind::Complete, bio, slot, None, result, now_ns);
-        }
+        let event = self.event(EventKind::Complete, bio, None, &slot.outline(), clock.now_ns());
+        self.record(event, result, slot.start_ns);
     }
 
     /// Records that a bio, or the request that starts with it, was merged into request `tag`.
     pub fn merged(&mut self, tag: Tag, bio: u32, slot: &BioSlot, side: MergeSide, clock: &mut Clock) {
         let kind = if side == MergeSide::Back { EventKind::BackMerge } else { EventKind::FrontMerge };
-        let now_ns = clock.now_ns();
-        let event = self.bio(kind, bio, slot, now_ns);
-        self.push(TraceEvent { tag: Some(tag), ..event });
-        if self.has_probes() {
-            self.fire_bio(kind, bio, slot, Some(tag), Ok(()), now_ns);
-        }
+        let event = self.event(kind, bio, Some(tag), &slot.outline(), clock.now_ns());
+        self.record(event, Ok(()), slot.start_ns);
     }
 
     /// Records that the request of `second`, which still exists, is about to be merged into request `first`.
     pub fn joined(&mut self, first: Tag, second: Tag, requests: &[Request], clock: &mut Clock) {
-        let (second, now_ns) = (&requests[second.index()], clock.now_ns());
-        self.push(self.request(EventKind::BackMerge, first, second, now_ns));
-        if self.has_probes() {
-            self.fire(EventKind::BackMerge, first, second, Ok(()), now_ns);
-        }
+        let second = &requests[second.index()];
+        let event = self.request(EventKind::BackMerge, first, second, clock.now_ns());
+        self.record(event, Ok(()), second.start_ns);
     }
 
     /// Records that a bio became request `tag`, which is about to be plugged.
@@ -322,12 +283,8 @@ impl Tracer {
     /// Records one event for each of these requests: they are inserted, issued or requeued.
     pub fn requests(&mut self, kind: EventKind, tags: &[Tag], requests: &[Request], clock: &mut Clock) {
         for &tag in tags {
-            let event = self.request(kind, tag, &requests[tag.index()], clock.now_ns());
-            self.push(event);
-        }
-        if self.has_probes() {
-            let fire = |tag: &Tag| self.fire(kind, *tag, &requests[tag.index()], Ok(()), clock.now_ns());
-            tags.iter().for_each(fire);
+            let request = &requests[tag.index()];
+            self.record(self.request(kind, tag, request, clock.now_ns()), Ok(()), request.start_ns);
         }
     }
 
@@ -349,13 +306,9 @@ impl Tracer {
 
     fn completed_singly(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
         for &(tag, result) in completed {
-            let event = self.request(EventKind::Complete, tag, &requests[tag.index()], clock.now_ns());
-            self.push(TraceEvent { status: result.err(), ..event });
-        }
-        if self.has_probes() {
-            for &(tag, result) in completed {
-                self.fire(EventKind::Complete, tag, &requests[tag.index()], result, clock.now_ns());
-            }
+            let request = &requests[tag.index()];
+            let event = self.request(EventKind::Complete, tag, request, clock.now_ns());
+            self.record(event, result, request.start_ns);
         }
         if !self.unknown.is_empty() {
             self.unknown.retain(|tag| completed.iter().all(|(completed, _)| completed != tag));

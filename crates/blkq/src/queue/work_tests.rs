@@ -8,7 +8,8 @@ use super::*;
 use crate::bio::Bio;
 use crate::buffer::IoBuffer;
 use crate::disk::Setting;
-use crate::driver::{Driver, DriverContext, Taken};
+use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
+use crate::error::Error;
 use crate::sched::SchedulerKind;
 use crate::sector::Sector;
 
@@ -133,7 +134,7 @@ fn completions_are_work() {
     turn(&mut queue);
     assert!(!queue.has_work());
     keeper.release();
-    queue.poll_driver(None);
+    queue.dispatch.poll(&mut queue.io, None);
     is_work_once(&mut queue, 1);
     read(&mut queue, 0);
     queue.dispatch_all(None);
