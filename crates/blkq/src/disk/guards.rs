@@ -28,25 +28,18 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// A time in which no rate limit applies ([`Disk::bypass_limits`]). Dropping this ends it.
-#[must_use = "the limits count again when this is dropped"]
-pub struct Unlimited(pub(super) Arc<Disk>);
-
-impl Drop for Unlimited {
-    fn drop(&mut self) {
-        self.0.throttle.set_bypassed(false);
-        self.0.wake_queues();
-    }
+/// A time in which no rate limit applies ([`Disk::bypass_limits`]), or no request is held
+/// ([`Disk::report_errors`]). Dropping this ends it.
+#[must_use = "the disk's own rules apply again when this is dropped"]
+pub struct Suspension {
+    pub(super) disk: Arc<Disk>,
+    pub(super) end: fn(&Disk),
 }
 
-/// A time in which no request is held ([`Disk::report_errors`]). Dropping this ends it.
-#[must_use = "requests are held again when this is dropped"]
-pub struct Reporting(pub(super) Arc<Disk>);
-
-impl Drop for Reporting {
+impl Drop for Suspension {
     fn drop(&mut self) {
-        self.0.hold.set_reporting(false);
-        self.0.wake_queues();
+        (self.end)(&self.disk);
+        self.disk.wake_queues();
     }
 }
 

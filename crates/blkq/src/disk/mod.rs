@@ -40,7 +40,7 @@ pub use auto_limiter::{AutoLimiter, CeilingSearch};
 pub use builder::DiskBuilder;
 pub use exchange::Exchange;
 pub(crate) use guards::QueueClaim;
-pub use guards::{Frozen, Quiesced, Reporting, Unlimited};
+pub use guards::{Frozen, Quiesced, Suspension};
 use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
@@ -321,18 +321,18 @@ impl Disk {
 
     /// Fails the held requests, and until the returned value is dropped reports errors instead of holding
     /// requests: for a disk that is stopping. Nests.
-    pub fn report_errors(self: &Arc<Disk>) -> Reporting {
+    pub fn report_errors(self: &Arc<Disk>) -> Suspension {
         self.hold.set_reporting(true);
         self.wake_queues();
-        Reporting(self.clone())
+        Suspension { disk: self.clone(), end: |disk| disk.hold.set_reporting(false) }
     }
 
     /// Lets all requests pass the rate limits uncharged until the returned value is dropped: for a disk that
     /// is stopping. Nests.
-    pub fn bypass_limits(self: &Arc<Disk>) -> Unlimited {
+    pub fn bypass_limits(self: &Arc<Disk>) -> Suspension {
         self.throttle.set_bypassed(true);
         self.wake_queues();
-        Unlimited(self.clone())
+        Suspension { disk: self.clone(), end: |disk| disk.throttle.set_bypassed(false) }
     }
 
     pub(crate) fn wake_queues(&self) {

@@ -133,7 +133,7 @@ impl Completions {
             self.own.set_len(self.own.len() + count);
             freed.set_len(freed.len() + count);
         }
-        in_flight.release_plain(count);
+        in_flight.bios_mut().release_plain(count as u32);
         (count, sectors)
     }
 

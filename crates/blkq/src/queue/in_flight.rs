@@ -8,7 +8,7 @@ use crate::buffer::{Data, IoBuffer};
 use crate::completer::Completer;
 use crate::limits::{MergeSide, QueueLimits};
 use crate::request::{NIL, Request, RequestState};
-use crate::slab::{BioSlab, BioSlot, NewBio};
+use crate::slab::{BioSlab, BioSlot};
 use crate::tags::Tag;
 
 /// Bios that a queue accepts per tag before it rejects further ones.
@@ -86,11 +86,6 @@ impl InFlight {
         self.in_use + self.bios.plain()
     }
 
-    #[inline(always)]
-    pub fn insert(&mut self, bio: NewBio) -> u32 {
-        self.bios.insert(bio)
-    }
-
     #[inline]
     pub fn count_segments(&self, index: u32) -> u16 {
         self.bios.count_segments(index, &self.zeroes)
@@ -139,16 +134,11 @@ impl InFlight {
     }
 
     /// The requests, and the bio slots of their tags, for completing plain bios. The caller sets the requests
-    /// to idle, takes the memory of the bios, and counts them with [`InFlight::release_plain`].
+    /// to idle, takes the memory of the bios, and counts them with [`BioSlab::release_plain`].
     #[inline]
     pub fn plain_mut(&mut self) -> (&mut [Request], &mut [BioSlot]) {
         let slots = self.bios.of_tags(self.requests.len());
         (&mut self.requests, slots)
-    }
-
-    #[inline]
-    pub fn release_plain(&mut self, count: usize) {
-        self.bios.release_plain(count as u32);
     }
 
     /// Adds bio `index` to request `tag` at `side`. Together they have `segments`.

@@ -10,7 +10,6 @@ use crate::error::{Error, Status};
 use crate::remote::gate::Direction;
 use crate::ring::{Registrar, Ring};
 
-use super::Queue;
 use super::broken::BrokenQueue;
 use super::disk_view::DiskView;
 use super::dispatch::Dispatch;
@@ -18,8 +17,8 @@ use super::hang_tracker::HangTracker;
 use super::hold::Hold;
 use super::io::Io;
 use super::plug::Plug;
-use super::pull_cursor::PullCursor;
 use super::rounds::Rounds;
+use super::{PullCursor, Queue};
 
 fn open_driver(
     view: &DiskView,
@@ -118,7 +117,7 @@ impl Queue {
 
     /// Stops taking bios of other threads, lifts limits and fails held requests: the owner is stopping.
     pub fn close_to_submitters(&mut self) {
-        self.pull_cursor.close();
+        self.pull_cursor.closed = true;
         self.dispatch.close_limits();
         self.close_hold();
     }
@@ -144,7 +143,7 @@ impl Queue {
         while let Some((index, _)) = self.io.pop_waiting() {
             self.io.reject(index, Status::Offline);
         }
-        self.io.disk.disk().fail(self.pull_cursor.taken().drain(..));
+        self.io.disk.disk().fail(self.pull_cursor.taken.drain(..));
         self.io.deliver_remote();
     }
 }

@@ -8,7 +8,6 @@
 //!   in force, and whether the queue has entered the disk), `in_flight` (their slots), `tag_cache` (the free
 //!   tags), `flush` (the flush machine), `completions`, `failures`, `tracer`, the clock and the statistics;
 //! * `plug`: requests that are collected for one batch, and the fast path into it;
-//! * `pull_cursor`: the round-robin position over the software queues of other threads;
 //! * `dispatch`, `throttle`, `device_time`: requests between the plug and the driver;
 //! * `hold`: failed requests that are held;
 //! * `rounds`: the budget of a turn;
@@ -40,7 +39,6 @@ mod merge;
 mod parts;
 pub mod plug;
 mod pull;
-mod pull_cursor;
 mod rounds;
 mod scan;
 mod sequence;
@@ -50,6 +48,7 @@ mod throttle;
 mod trace;
 mod tracer;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::bio::Completion;
@@ -57,6 +56,7 @@ use crate::clock::monotonic_ns;
 use crate::disk::{Disk, QueueClaim, Resume};
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
+use crate::remote::software::Staged;
 use crate::ring::{Cqe, Ring};
 use crate::stats::Counter;
 use crate::tags::Tag;
@@ -66,11 +66,22 @@ use hang_tracker::HangTracker;
 use hold::Hold;
 use io::Io;
 use plug::Plug;
-use pull_cursor::PullCursor;
 use rounds::Rounds;
 
 /// Plugs that a queue without a sleep flushes between two checks whether USDT probes are attached.
 const PROBE_PLUGS: u64 = 256;
+
+/// The round-robin position of a queue over the software queues (`hctx->dispatch_from` in the kernel).
+#[derive(Default)]
+struct PullCursor {
+    /// The software queue from which staged bios are taken next.
+    from: u32,
+    /// The owner is stopping, and takes no bios of other threads.
+    closed: bool,
+    /// The staged requests that were taken together, oldest first. Each one stays here until the queue
+    /// accepts it, so that a panic loses none.
+    taken: VecDeque<Staged>,
+}
 
 /// One hardware queue of a disk, owned by one thread.
 pub(crate) struct Queue {

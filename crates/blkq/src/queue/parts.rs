@@ -127,7 +127,7 @@ impl Io {
             if as_zeroes {
                 flags.remove(BioFlags::NO_UNMAP);
             }
-            let part = self.in_flight.insert(NewBio {
+            let part = self.in_flight.bios_mut().insert(NewBio {
                 outline: Outline { operation, flags, sector, sectors, start_ns },
                 data: ManuallyDrop::new(Data::None),
                 completer: ManuallyDrop::new(Completer::None),

@@ -30,7 +30,7 @@ impl Queue {
         // If bios wait, this is the quota for the whole turn; otherwise it shrinks with the free tags.
         let mut quota = self.pull_quota();
         while self.io.disk.shared().software.has_pending() && quota > 0 {
-            let from = self.pull_cursor.from();
+            let from = self.pull_cursor.from;
             let mut rotated = self.io.disk.shared().software.take_pending().rotate_right(from);
             let at_once = if rotated.is_power_of_two() { usize::MAX } else { TAKE_AT_ONCE };
             let before = quota;
@@ -40,7 +40,7 @@ impl Queue {
                 if quota > 0 {
                     let taken = self.pull_one(index as usize, quota.min(at_once), ring.as_deref_mut());
                     quota = (quota - taken).min(self.pull_quota());
-                    self.pull_cursor.set_from(index + 1);
+                    self.pull_cursor.from = index + 1;
                 } else {
                     self.io.disk.shared().software.set_pending(index as usize);
                 }
@@ -59,7 +59,7 @@ impl Queue {
     /// The number of staged requests that may be taken now: the number of free tags, or half of it if other
     /// bios wait for a tag or for a busy driver.
     fn pull_quota(&self) -> usize {
-        if self.pull_cursor.is_closed() || !self.io.in_flight.bios().has_room() || self.io.disk.is_frozen() {
+        if self.pull_cursor.closed || !self.io.in_flight.bios().has_room() || self.io.disk.is_frozen() {
             return 0;
         }
         let in_use = self.io.in_flight.in_use();
@@ -78,9 +78,9 @@ impl Queue {
     fn pull_one(&mut self, index: usize, count: usize, mut ring: Option<&mut Ring>) -> usize {
         // The number of free tags in a shared set is not known, so requests are taken one by one.
         let count = if self.io.tags.is_shared() { 1 } else { count };
-        let more = self.io.disk.shared().software.try_take(index, count, self.pull_cursor.taken());
+        let more = self.io.disk.shared().software.try_take(index, count, &mut self.pull_cursor.taken);
         let mut taken = 0;
-        while let Some(staged) = self.pull_cursor.taken().pop_front() {
+        while let Some(staged) = self.pull_cursor.taken.pop_front() {
             taken += 1;
             let ((bio, completer), others) = staged.into_bios();
             self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());

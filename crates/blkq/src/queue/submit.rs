@@ -120,7 +120,7 @@ impl Queue {
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
         }
         let slot_flags = slot_flags | plain_flag(&completer);
-        let index = self.io.in_flight.insert(NewBio { outline, data, completer, slot_flags });
+        let index = self.io.in_flight.bios_mut().insert(NewBio { outline, data, completer, slot_flags });
         // A bio that passes `fits` has one buffer, and so one segment.
         if !self.io.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
             self.queue_or_reject(index);
@@ -151,7 +151,7 @@ impl Queue {
         {
             return self.accept_piece(bio, None, ring);
         }
-        let index = self.io.in_flight.insert(bio);
+        let index = self.io.in_flight.bios_mut().insert(bio);
         self.trace_queued(index);
         self.io.begin(index);
         self.admit_waiting(ring);
@@ -166,7 +166,7 @@ impl Queue {
     fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
         bio.slot_flags |= plain_flag(&bio.completer);
         let outline = bio.outline;
-        let index = self.io.in_flight.insert(bio);
+        let index = self.io.in_flight.bios_mut().insert(bio);
         self.trace_queued(index);
         if !self.io.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
             return self.queue_or_reject(index);

@@ -12,7 +12,7 @@ use crate::request::Request;
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle, admissions};
+use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle};
 
 /// How often a queue that waits for the limit of a group checks whether the limit was changed, in
 /// nanoseconds. Another process may change it without a wake-up.
@@ -261,8 +261,9 @@ impl QueueThrottle {
         };
         let is_paid = self.meters.first_mut().is_some_and(|meter| meter.pay_units(units));
         debug_assert!(!is_paid || self.meters[0].cost_of_all(batch, requests) == units);
+        #[cfg(simulation)]
         if is_paid {
-            admissions::admitted(batch, requests);
+            crate::throttle::admissions::admitted(batch, requests);
         }
         is_paid
     }
@@ -278,8 +279,9 @@ impl QueueThrottle {
             [meter] => meter.pay(batch, requests),
             meters => pay_all(meters, batch, requests),
         };
+        #[cfg(simulation)]
         if is_paid {
-            admissions::admitted(batch, requests);
+            crate::throttle::admissions::admitted(batch, requests);
         }
         is_paid
     }
@@ -323,7 +325,8 @@ impl QueueThrottle {
                 count = admitted.count;
             }
         }
-        admissions::admitted(&batch[..count], requests);
+        #[cfg(simulation)]
+        crate::throttle::admissions::admitted(&batch[..count], requests);
         (count, next_ns)
     }
 

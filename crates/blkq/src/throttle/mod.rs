@@ -6,8 +6,6 @@
 
 #[cfg(simulation)]
 pub(crate) mod admissions;
-#[cfg(not(simulation))]
-pub(crate) mod admissions_ignored;
 mod auto;
 mod bucket;
 mod group;
@@ -29,8 +27,6 @@ use crate::sync::{Mutex, NestedSwitch, lock};
 
 #[cfg(simulation)]
 pub use admissions::{Admission, take_admissions};
-#[cfg(not(simulation))]
-pub(crate) use admissions_ignored as admissions;
 pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};

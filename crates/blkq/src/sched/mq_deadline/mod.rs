@@ -21,7 +21,7 @@ fn direction_of(operation: Operation) -> usize {
     usize::from(operation.is_write())
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Entry {
     /// The key in the order of positions.
     sector: Sector,
@@ -120,17 +120,9 @@ pub(super) struct MqDeadline {
 
 impl MqDeadline {
     pub fn new(tags: usize) -> MqDeadline {
-        let entry = Entry {
-            sector: Sector(0),
-            inserted_ns: 0,
-            previous: NIL,
-            next: NIL,
-            direction: READ,
-            held: false,
-        };
         MqDeadline {
             directions: [Direction::new(tags, 500 * NS_PER_MS), Direction::new(tags, 5000 * NS_PER_MS)],
-            entries: vec![entry; tags].into_boxed_slice(),
+            entries: vec![Entry::default(); tags].into_boxed_slice(),
             batch_direction: READ,
             batched: u32::MAX,
             starved: 0,
