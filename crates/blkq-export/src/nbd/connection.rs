@@ -273,8 +273,10 @@ impl Connection {
             match next {
                 Next::Receive => return WaitingFor::Input,
                 Next::Later => return WaitingFor::NextTurn,
-                Next::StartTls if self.stream.start_tls() => return WaitingFor::Input,
                 Next::StartTls => {
+                    if self.stream.start_tls() {
+                        return WaitingFor::Input;
+                    }
                     self.record_violation(Reason::Handshake);
                     self.break_off();
                 }

@@ -2,8 +2,8 @@
 
 use std::mem::discriminant;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -80,6 +80,8 @@ pub(super) struct ConnectionStatus {
     id: u64,
     peer: String,
     export: OnceLock<String>,
+    /// The registry's counter of that name.
+    established: Arc<AtomicUsize>,
     since: Instant,
     /// The counters of requests, which the engine stores once per turn.
     published: PublishedCounters,
@@ -117,7 +119,9 @@ impl ConnectionStatus {
 
     /// Records the export that the client chose. Only the first call has an effect.
     pub fn establish(&self, export: String) {
-        let _ = self.export.set(export);
+        if self.export.set(export).is_ok() {
+            self.established.fetch_add(1, Relaxed);
+        }
     }
 }
 
@@ -137,9 +141,12 @@ struct Connections {
 }
 
 pub(super) struct Registry {
-    /// Held only to change or copy the list, never while waiting. Engines lock it when a connection opens or
-    /// closes.
+    /// Held only to change, copy or count, never while waiting. Engines lock it when they accept and when a
+    /// connection opens or closes.
     connections: Mutex<Connections>,
+    /// The number of open connections whose clients have chosen an export. Relaxed accesses suffice: it decides
+    /// only when the next client is accepted.
+    established: Arc<AtomicUsize>,
     /// A statistic: relaxed accesses suffice.
     receive_backoffs: AtomicU64,
     rejections: Reports<Rejection, Reason>,
@@ -160,6 +167,7 @@ impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::default(),
+            established: Arc::default(),
             receive_backoffs: AtomicU64::new(0),
             rejections: Reports::new(rejection_event),
             idle_event,
@@ -221,6 +229,7 @@ impl Registry {
             id: connections.sum.connections,
             peer,
             export: OnceLock::new(),
+            established: self.established.clone(),
             since: Instant::now(),
             published: PublishedCounters::default(),
             violations: AtomicU64::new(0),
@@ -235,7 +244,10 @@ impl Registry {
         let mut connections = lock(&self.connections);
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
         connections.sum += status.counters();
-        connections.served |= status.export.get().is_some();
+        if status.export.get().is_some() {
+            connections.served = true;
+            self.established.fetch_sub(1, Relaxed);
+        }
         self.leave(connections);
     }
 
@@ -275,9 +287,7 @@ impl Registry {
 
     /// The number of clients that have not chosen an export yet.
     pub fn handshaking(&self) -> usize {
-        let connections = lock(&self.connections);
-        let established = connections.open.iter().filter(|status| status.export.get().is_some());
-        connections.admitted.saturating_sub(established.count())
+        self.open().saturating_sub(self.established.load(Relaxed))
     }
 
     /// Counters of all open and closed connections. No counter ever decreases.

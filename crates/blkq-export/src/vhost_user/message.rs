@@ -96,7 +96,7 @@ codes! {
 }
 
 /// A request of the back end: the configuration space has changed.
-const BACKEND_CONFIG_CHANGE: u32 = 2;
+pub const BACKEND_CONFIG_CHANGE: u32 = 2;
 
 /// The header of a message, without its payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]

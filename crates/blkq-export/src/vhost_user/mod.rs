@@ -73,7 +73,7 @@ pub mod simulated {
     #[cfg(any(test, simulation))]
     pub use super::harness::{Driver, Guest, Offer, USER_OFFSET};
     #[cfg(simulation)]
-    pub use super::message::code;
+    pub use super::message::{BACKEND_CONFIG_CHANGE, code};
     pub use super::ring::RingSpec;
 }
 

@@ -91,10 +91,8 @@ impl Session {
             }
             Err(Refusal(reason)) => {
                 let name = name(header.code);
-                // These requests have their own replies, which cannot report an error.
-                let has_reply = name.starts_with("GET_");
                 let reason = format!("{name}: {reason}");
-                if !acknowledged || has_reply {
+                if !acknowledged || has_reply(header.code) {
                     return Err(Refusal(reason));
                 }
                 self.shared.registry.report(&self.peer, Event::Refused(reason));
@@ -462,4 +460,19 @@ fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Refusal> {
     let Region { guest, size, user, offset } = region;
     let file = file.into_memory()?;
     Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })
+}
+
+/// Whether a request has its own reply, which cannot report an error.
+fn has_reply(code: u32) -> bool {
+    matches!(
+        code,
+        code::GET_FEATURES
+            | code::GET_PROTOCOL_FEATURES
+            | code::GET_VRING_BASE
+            | code::GET_QUEUE_NUM
+            | code::GET_CONFIG
+            | code::GET_INFLIGHT_FD
+            | code::GET_MAX_MEM_SLOTS
+            | code::GET_STATUS
+    )
 }

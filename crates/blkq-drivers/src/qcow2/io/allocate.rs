@@ -203,7 +203,7 @@ async fn make_refcounts(env: &Env, lacking: NotReady) -> IoResult {
     let made = match lacking {
         NotReady::RefcountBlock(block) => write_block(env, block).await,
         NotReady::RefcountTable(block) => make_room(env, block).await,
-        _ => Ok(()),
+        _ => Err(Status::Io),
     };
     env.state().writer.growing = false;
     env.io.changed();

@@ -10,7 +10,8 @@ use blkq::sync::{Mutex, lock};
 
 /// The smallest region that a bit represents, in bytes.
 const REGION_MIN_BYTES: u64 = 1 << 16;
-/// The number of bits from which on they represent larger regions, as far as possible: a map then takes 4 MiB.
+/// With more bits than this, each bit represents a larger region, so that a map takes at most 4 MiB. The size of a
+/// region is limited too, so the maps of the largest devices take more.
 const BITS_MAX: u64 = 1 << 25;
 
 #[derive(Default)]
@@ -44,11 +45,9 @@ impl Changes {
         }
     }
 
-    /// Takes the changes so far, and continues with an empty map. Returns `None` if changes are not tracked.
-    pub fn take(&self) -> Result<Option<Bitmap>, Error> {
-        let mut map = lock(&self.map);
-        let empty = map.as_ref().map(Bitmap::cleared).transpose()?;
-        Ok(std::mem::replace(&mut *map, empty))
+    /// Takes the changes so far, and continues with `empty`. Returns `None` if changes are not tracked.
+    pub fn take(&self, empty: Bitmap) -> Option<Bitmap> {
+        lock(&self.map).as_mut().map(|map| std::mem::replace(map, empty))
     }
 }
 
@@ -61,11 +60,15 @@ pub(in crate::qcow2) fn map_for(size: u64) -> Result<Bitmap, Error> {
 /// The first run of changed bytes from `position` on.
 pub(in crate::qcow2) fn next_changed(map: &Bitmap, position: u64) -> Option<Range<u64>> {
     let mut at = position;
-    map.extents(position..map.size(), 2).into_iter().find_map(|extent| {
+    // One extent at a time: what follows the first changed run may be long, and is not searched.
+    loop {
+        let extent = map.extents(at..map.size(), 1).pop()?;
         let range = at..at + extent.length;
+        if extent.dirty {
+            return Some(range);
+        }
         at = range.end;
-        extent.dirty.then_some(range)
-    })
+    }
 }
 
 #[cfg(test)]
@@ -87,7 +90,7 @@ mod tests {
         let changes = Changes::default();
         changes.note(0, 1 << 20);
         changes.track(map_for((100 << 16) + 512).unwrap());
-        let take = || changes.take().unwrap().map(|map| runs(&map));
+        let take = || changes.take(map_for((100 << 16) + 512).unwrap()).map(|map| runs(&map));
         assert_eq!(take(), Some(Vec::new()));
         for (position, bytes) in [(65535, 2), (70 << 16, 1), (63 << 16, 65 << 10), (100 << 16, 512), (9, 0)] {
             changes.note(position, bytes);

@@ -103,6 +103,11 @@ impl CommitSource {
         let size = device.limits().size_bytes();
         // The maps are made and the descriptors duplicated before the lock is taken, because a failure after it
         // would have to restore the lock of the chain.
+        let map_for = |size| {
+            let too_large =
+                format!("{} cannot be committed: it has more than 512 PiB", device.path().display());
+            map_for(size).map_err(|_| unsupported(too_large))
+        };
         let (map, pass) = (map_for(size)?, map_for(size)?);
         pass.mark(0..size);
         let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
@@ -385,7 +390,9 @@ impl BlockCommit {
     }
 
     fn take_changes(&mut self) -> Result<(), Error> {
-        self.pass = self.overlay.shared.changes.take()?.ok_or_else(already_ended)?;
+        // Made before the engine's lock is taken.
+        let empty = self.pass.cleared()?;
+        self.pass = self.overlay.shared.changes.take(empty).ok_or_else(already_ended)?;
         self.lookup_position = 0;
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::Duration;
 
-use blkq_export::vhost_user::simulated::{Device, Reply, USER_OFFSET, code, feature};
+use blkq_export::vhost_user::simulated::{BACKEND_CONFIG_CHANGE, Device, Reply, USER_OFFSET, code, feature};
 use blkq_simulation as simulation;
 
 use super::super::life::World;
@@ -336,7 +336,7 @@ impl FrontEnd {
         self.device.as_mut().unwrap().resized();
         let mut message = [0; 12];
         self.backend.as_mut().unwrap().read_exact(&mut message).unwrap();
-        assert_eq!(message[..4], code::BACKEND_CONFIG_CHANGE.to_ne_bytes());
+        assert_eq!(message[..4], BACKEND_CONFIG_CHANGE.to_ne_bytes());
         self.read_config(world);
     }
 
