@@ -7,15 +7,18 @@ use crate::bio::{Bio, Completion};
 use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::Error;
+use crate::kick::Kick;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
-use crate::ring::{Cqe, Registrar, Ring, RingCounters};
+use crate::ring::{Cqe, Registrar, Ring, RingCounters, Token};
 use crate::trace::TraceMemory;
 
 const RING_ENTRIES: u32 = 256;
 /// The owner in the tokens of the only queue on the ring.
 const OWNER: u16 = 0;
+/// The owner in the token of the operation that waits for the queue's kick.
+const KICK: u16 = u16::MAX;
 /// The longest sleep between two polls, in a wait that no completion of the ring can end.
 const IDLE_WAIT: Duration = Duration::from_millis(1);
 
@@ -48,6 +51,8 @@ pub struct LocalQueue {
     /// Boxed, so that lending the ring means loading one word.
     ring: Option<Box<Ring>>,
     cqes: Vec<Cqe>,
+    /// The queue's. A driver kicks it when it completes on another thread.
+    kick: Arc<Kick>,
 }
 
 impl Disk {
@@ -63,7 +68,19 @@ impl LocalQueue {
         let mut ring =
             if disk.driver().uses_ring() { Some(Box::new(Ring::new(RING_ENTRIES)?)) } else { None };
         let queue = Queue::open(disk, index, OWNER, ring.as_deref_mut())?;
-        Ok(LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4) })
+        let kick = disk.hardware_queue(index).kick.clone();
+        let mut opened =
+            LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4), kick };
+        opened.arm_kick();
+        Ok(opened)
+    }
+
+    /// Submits an operation to the ring that completes when the kick is readable.
+    fn arm_kick(&mut self) {
+        if let Some(ring) = &mut self.ring {
+            // SAFETY: `LocalQueue::kick` keeps the kick, and the ring is dropped before it.
+            unsafe { ring.watch(&self.kick, Token::new(KICK, 0)) }
+        }
     }
 
     /// Submits a bio. The bio may stay in the plug until [`LocalQueue::poll`] or [`LocalQueue::wait`]. An
@@ -112,7 +129,12 @@ impl LocalQueue {
     fn turn(&mut self, want: usize) {
         self.queue.dispatch_all(self.ring.as_deref_mut());
         let can_continue = self.queue.has_completed() || self.queue.is_cut_short();
-        let sleeps = self.queue.completions().len() < want && !can_continue;
+        let waits = self.queue.completions().len() < want && !can_continue;
+        if waits {
+            self.kick.prepare_sleep();
+        }
+        // A driver that completed before the queue was seen to sleep has not kicked it.
+        let sleeps = waits && !self.kick.is_woken();
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
             self.queue.idle();
@@ -127,14 +149,25 @@ impl LocalQueue {
                     ring.enter(0, None);
                 }
                 ring.reap_all(&mut self.cqes);
+                let mut kicked = false;
                 for cqe in self.cqes.drain(..) {
-                    self.queue.complete_cqe(cqe, Some(ring));
+                    match cqe.token.owner() {
+                        KICK => kicked = true,
+                        _ => self.queue.complete_cqe(cqe, Some(ring)),
+                    }
+                }
+                if kicked {
+                    self.kick.drain();
+                    self.arm_kick();
                 }
             }
             None => timeout.into_iter().for_each(std::thread::sleep),
         }
         if sleeps {
             self.queue.woke();
+        }
+        if waits {
+            self.kick.woke();
         }
         self.queue.begin_turn(self.ring.as_deref_mut());
         self.queue.dispatch_all(self.ring.as_deref_mut());

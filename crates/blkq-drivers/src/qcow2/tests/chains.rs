@@ -1,5 +1,9 @@
 //! Backing files, compressed clusters, internal snapshots, and images that are refused.
 
+use std::time::Duration;
+
+use blkq::{Bio, Disk, IoBuffer, Sector};
+
 use super::data::exercise;
 use super::*;
 use crate::ImageFormat;
@@ -199,6 +203,32 @@ fn compressed_clusters_are_not_inflated_on_the_queue_thread() {
     let names = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let mut names = names.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
     assert!(names.any(|name| name.trim() == "blkq-inflate"));
+}
+
+#[test]
+fn a_local_queue_waits_for_a_compressed_cluster() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    std::fs::write(directory.0.join("raw"), vec![7; 4 << 20]).unwrap();
+    directory.qemu_img(&["convert", "-c", "-O", "qcow2", "-o", "cluster_size=2M", "raw", "c.qcow2"]);
+    let (done, waits) = std::sync::mpsc::channel();
+    let path = directory.0.join("c.qcow2");
+    std::thread::spawn(move || {
+        let disk = Disk::builder(Box::new(open(&path))).build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        for cluster in 0..2 {
+            // The thread that decompresses wakes the queue, which sleeps in its ring.
+            let sector = Sector(cluster << 12);
+            queue.submit(Bio::read(sector, IoBuffer::zeroed(4096), cluster)).unwrap();
+            queue.wait(1);
+            done.send(queue.take_completion().unwrap().result).unwrap();
+        }
+    });
+    for _ in 0..2 {
+        assert_eq!(waits.recv_timeout(Duration::from_secs(60)), Ok(Ok(())));
+    }
 }
 
 // Contract: data
