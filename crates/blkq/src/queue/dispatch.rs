@@ -260,7 +260,7 @@ impl Dispatch {
     }
 
     /// Offers `batch` to the driver. Requests that the driver does not take are requeued.
-    #[inline]
+    #[inline(always)]
     pub fn issue_directly(&mut self, batch: &[Tag], io: &mut Io, ring: Option<&mut Ring>) {
         let taken = self.issue(batch, io, ring, |_| {});
         if taken < batch.len() {
