@@ -210,6 +210,7 @@ impl Queue {
 
     /// Completes the requests that the driver has finished. The batch shares one clock reading, one return of
     /// tags and one update of the shared counters.
+    #[inline(always)]
     fn complete_batch(&mut self) {
         if self.io.completions.take_limits_changed() {
             self.trace_fast_path();
