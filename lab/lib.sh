@@ -53,15 +53,28 @@ scratch() {
 
 finish() {
     local mount process
+    # What gather has not printed. First, because a step that took too long has few seconds left.
+    cat "$SCRATCH"/concurrent.*.out 2>/dev/null
     [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
     daemons | xargs -r kill -9
     for process in $(jobs -p); do
-        kill "$process" 2>/dev/null
+        stop_with_children "$process"
     done
+    [[ ${#CONCURRENT[@]} -eq 0 ]] || wait "${CONCURRENT[@]}" 2>/dev/null
     while read -r mount; do
         wait_for 20 umount "$mount"
     done < <(awk -v at="$SCRATCH/" 'index($2, at) == 1 { print $2 }' /proc/mounts)
     rm -rf -- "$SCRATCH"
+}
+
+# With the children, because a trap of bash runs only after the command that bash waits for.
+stop_with_children() { # PROCESS
+    local child children
+    mapfile -t children < <(pgrep -P "$1" 2>/dev/null)
+    kill "$1" 2>/dev/null
+    for child in "${children[@]}"; do
+        stop_with_children "$child"
+    done
 }
 
 now_ms() {
@@ -189,8 +202,9 @@ concurrently() {
 in_own_directories() { # DIRECTORY COMMAND...
     trap finish EXIT
     trap 'exit 130' INT TERM
-    SCRATCH=$1 BLKQ_STATE_DIR=$1/state PASSED=0 FAILED=0 FAILURES=() LEFT_OUT=()
-    mkdir -p -m 700 "$BLKQ_STATE_DIR"
+    SCRATCH=$1 BLKQ_STATE_DIR=$1/state PASSED=0 FAILED=0 FAILURES=() LEFT_OUT=() CONCURRENT=()
+    mkdir "$1"
+    mkdir -m 700 "$BLKQ_STATE_DIR"
     shift
     "$@"
     declare -p PASSED FAILED FAILURES LEFT_OUT >"$SCRATCH.counts"
@@ -208,6 +222,7 @@ gather() {
         [[ ! -s $own.counts ]] || eval "$(sed 's/^declare -[^ ]* //' "$own.counts")"
         passed=$((passed + PASSED)) failed=$((failed + FAILED))
         failures+=("${FAILURES[@]}") omitted+=("${LEFT_OUT[@]}")
+        rm -f "$own.out" "$own.counts"
     done
     PASSED=$passed FAILED=$failed FAILURES=("${failures[@]}") LEFT_OUT=("${omitted[@]}") CONCURRENT=()
 }
