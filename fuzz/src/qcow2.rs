@@ -5,6 +5,8 @@
 //! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes each,
 //! then patches of the files: the file and the number of words of 8 bytes, the index of the first word (two bytes), and
 //! the words.
+//!
+//! A thread decompresses clusters in debug builds, which replay the corpus, but not under libFuzzer.
 // Contract: bounded-input
 
 use std::cell::RefCell;

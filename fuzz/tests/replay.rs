@@ -7,10 +7,20 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use blkq::testing::wait_until;
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 /// The name of the target that [`in_a_process_of_its_own`] runs, and the directory of its corpus.
 const TARGET: &str = "BLKQ_FUZZ_TARGET";
 const CORPUS: &str = "BLKQ_FUZZ_CORPUS";
+
+/// The maximum address space of the process that replays qcow2 images. A debug build takes 220 MiB.
+const QCOW2_MAX_BYTES: u64 = 512 << 20;
+
+/// The number of inputs that the target has checked.
+static FINISHED: AtomicUsize = AtomicUsize::new(0);
 
 macro_rules! replay_each {
     ($($target:ident)*) => {
@@ -76,18 +86,33 @@ fn replay(target: &str) {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "in_a_process_of_its_own", "--ignored", "--nocapture"]);
     child.env(TARGET, target).env(CORPUS, &corpus).env("TMPDIR", &temporary);
-    assert!(child.status().unwrap().success());
+    let status = child.status().unwrap();
+    let input = inputs(&corpus).into_iter().next();
+    assert!(status.success() && input.is_none(), "{status}, with input {input:?}");
 }
 
-/// Prints the name of an input, if the target panics.
-struct Input<'a>(&'a Path);
+fn inputs(corpus: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = fs::read_dir(corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths
+}
 
-impl Drop for Input<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            println!("failed with input {}", self.0.file_name().unwrap_or_default().display());
+/// Aborts on every panic, as libFuzzer does, because the library catches those of some threads.
+fn abort_on_panic() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        print(panic);
+        std::process::abort();
+    }));
+}
+
+/// Panics on another thread if an input takes longer than a test may wait.
+fn limit_time(inputs: usize) {
+    std::thread::spawn(move || {
+        for finished in 1..=inputs {
+            wait_until("the target has checked the input", || FINISHED.load(Ordering::Relaxed) >= finished);
         }
-    }
+    });
 }
 
 #[test]
@@ -95,13 +120,19 @@ impl Drop for Input<'_> {
 fn in_a_process_of_its_own() {
     let Ok(name) = std::env::var(TARGET) else { return };
     let (_, check) = TARGETS.iter().find(|(target, _)| *target == name).unwrap();
-    let corpus = std::env::var_os(CORPUS).unwrap();
-    let mut inputs: Vec<PathBuf> = fs::read_dir(corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
-    inputs.sort();
+    let inputs = inputs(Path::new(&std::env::var_os(CORPUS).unwrap()));
     assert!(!inputs.is_empty());
+    if name == "qcow2" {
+        let limit = Some(QCOW2_MAX_BYTES);
+        setrlimit(Resource::As, Rlimit { current: limit, maximum: limit }).unwrap();
+    }
+    abort_on_panic();
+    limit_time(inputs.len());
     for path in &inputs {
-        let _input = Input(path);
         check(&fs::read(path).unwrap());
+        // The first file that is left names the input of a failure.
+        fs::remove_file(path).unwrap();
+        FINISHED.fetch_add(1, Ordering::Relaxed);
     }
     println!("{} inputs", inputs.len());
 }
