@@ -149,7 +149,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
 
 #[test]
 fn loopback_is_open_to_all_users_and_attach_warns_of_it() {
-    let place = Place::new("loopback");
+    let place = Place::new("loopback-nbd");
     let warning = |words: &[&str]| {
         let output = place.run(&[&["attach", "ram:1M", "--name", "d", "--listen"], words].concat());
         assert!(output.status.success());

@@ -216,7 +216,7 @@ fn metrics_are_well_formed_and_count_what_happens() {
 // Contract: bounded-input
 #[test]
 fn metrics_are_for_this_machine_unless_said_otherwise() {
-    let place = Place::new("loopback");
+    let place = Place::new("loopback-metrics");
     let refused = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", "tcp:0.0.0.0:0"]);
     assert!(refused.contains("other machines can read") && refused.contains("--insecure"), "{refused}");
     assert!(place.files().is_empty(), "nothing is left of it");

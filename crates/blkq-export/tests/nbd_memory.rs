@@ -1,4 +1,5 @@
-//! The NBD server with clients that request much memory: in a process of its own, whose memory is measured.
+//! The NBD server with clients that request much memory. Measures the memory of its process, which `cargo nextest`
+//! runs for this test alone.
 
 use blkq::testing::wait_until;
 use std::io::Write;
