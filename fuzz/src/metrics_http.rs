@@ -6,7 +6,6 @@
 //! request in parts, or bytes.
 // Contract: bounded-input
 
-#[allow(clippy::unwrap_used, reason = "for tests")]
 #[path = "../../crates/blkq-cli/tests/exposition/mod.rs"]
 mod exposition;
 

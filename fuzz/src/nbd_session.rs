@@ -6,7 +6,7 @@
 // Contract: bounded-input
 
 #[path = "../../crates/blkq-export/tests/nbd/mod.rs"]
-mod nbd;
+pub(crate) mod nbd;
 
 use std::collections::BTreeMap;
 use std::io::Write;

@@ -118,10 +118,10 @@ impl Shape {
             }
         }
         put(2 * cluster, &refcounts);
-        put(3 * cluster, &(COPIED | 4 * cluster).to_be_bytes());
+        put(3 * cluster, &(COPIED | (4 * cluster)).to_be_bytes());
         let data = if self.zstd { COMPRESSED } else { COPIED };
-        put(4 * cluster, &(data | 5 * cluster).to_be_bytes());
-        put(4 * cluster + 8, &(COPIED | 6 * cluster | u64::from(!self.v2)).to_be_bytes());
+        put(4 * cluster, &(data | (5 * cluster)).to_be_bytes());
+        put(4 * cluster + 8, &(COPIED | (6 * cluster) | u64::from(!self.v2)).to_be_bytes());
         match self.zstd {
             true => put(5 * cluster, &zstd_frame(cluster, self.fill)),
             false => put(5 * cluster, &vec![self.fill; cluster.min(self.size) as usize]),
@@ -350,7 +350,7 @@ impl Session {
     fn status(&mut self) {
         self.wait();
         let size = self.disk.limits().capacity_bytes;
-        let begin = size / 3 & !511;
+        let begin = (size / 3) & !511;
         match self.disk.driver().extents(begin..size, 16) {
             Ok(extents) => {
                 assert!(extents.len() <= 16 && extents.iter().all(|extent| extent.length > 0));

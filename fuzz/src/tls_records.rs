@@ -5,21 +5,17 @@
 //! Input: the kinds of client and server, then steps in the format of `arbitrary`.
 // Contract: bounded-input
 
-#[allow(dead_code, clippy::unwrap_used, reason = "a part of it is used, and what fails stops the fuzzer")]
-#[path = "../../crates/blkq-export/tests/nbd/pki.rs"]
-mod pki;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 
+use crate::nbd_session::nbd::pki::Pki;
 use arbitrary::{Arbitrary, Result, Unstructured};
 use blkq::random::mix;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::nbd::fuzzing::{Outgoing, Tls, TlsEnd};
-use pki::Pki;
 use rustls::client::Resumption;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};

@@ -24,8 +24,10 @@ pub fn json(results: &Results) -> Result<String> {
     Ok(serde_json::to_string_pretty(results)? + "\n")
 }
 
+type Recogniser = fn(&[u8]) -> bool;
+
 /// The files of a report, each with the function that recognises an earlier one by its first bytes.
-const FILES: [(&str, fn(&[u8]) -> bool); 3] = [(PAGE, is_page), (JSON, is_json), (CSV, csv::is_csv)];
+const FILES: [(&str, Recogniser); 3] = [(PAGE, is_page), (JSON, is_json), (CSV, csv::is_csv)];
 
 /// Creates the directory if it does not exist, and checks that the report can be written into it and replaces
 /// nothing but an earlier report.
