@@ -260,11 +260,9 @@ impl Session {
     }
 
     fn wait(&mut self) {
-        // Polls, because the thread that decompresses clusters does not wake `LocalQueue::wait`.
         while self.queue.in_flight() > 0 {
-            self.queue.poll();
+            self.queue.wait(1);
             self.take();
-            std::thread::yield_now();
         }
         self.take();
     }

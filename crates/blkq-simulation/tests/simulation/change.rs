@@ -54,6 +54,10 @@ impl Change {
     }
 }
 
+/// Steps that a request in flight may take. The simulated clock may jump by seconds in a step, so a change with a time
+/// limit may fail earlier.
+const STEPS_PER_REQUEST: u64 = 8;
+
 /// Makes a random change. The world keeps running meanwhile.
 pub fn make_one(world: &Rc<RefCell<World>>) {
     let change = {
@@ -96,7 +100,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         Change::Resize(bytes) => disk.resize(*bytes).map(drop),
     };
     let mut world = world.borrow_mut();
-    let World { common, seen, .. } = &mut *world;
+    let World { common, seen, waited, .. } = &mut *world;
     seen.changes += 1;
     if let Err(error) = &result {
         seen.refused_changes += 1;
@@ -107,7 +111,10 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
             }
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
             // Requests in flight did not complete in time.
-            (_, ErrorKind::Busy) => common.slow,
+            (_, ErrorKind::Busy) => {
+                let in_flight: u64 = disk.stats().in_flight.iter().sum();
+                common.slow || *waited < STEPS_PER_REQUEST * in_flight
+            }
             (_, ErrorKind::Held) => common.holding.is_some(),
             _ => false,
         };

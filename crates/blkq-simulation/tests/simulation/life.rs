@@ -183,7 +183,7 @@ pub struct World {
     pub machine: Option<Machine>,
     pub limited: Option<Limited>,
     /// Number of steps for which the thread has waited for one event.
-    waited: u64,
+    pub waited: u64,
 }
 
 /// Runs `seed` on a kernel that may have a defect.
