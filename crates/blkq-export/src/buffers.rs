@@ -169,8 +169,7 @@ mod tests {
     #[test]
     fn a_buffer_in_use_for_an_instant_resets_the_idle_time() {
         let mut queue = queue("idleness");
-        let mut pool = BufferPool::default();
-        pool.idle_since_ns = Some(0);
+        let mut pool = BufferPool { idle_since_ns: Some(0), ..BufferPool::default() };
         let buffer = pool.take(4096, queue.registrar().unwrap()).unwrap();
         pool.put(buffer);
         assert!(pool.is_idle() && pool.trim_at_ns().is_none());

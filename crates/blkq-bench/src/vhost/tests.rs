@@ -123,9 +123,9 @@ fn check_reads(features: u64) {
         let mut order = Vec::new();
         queue.reap(|slot, status| order.push((slot, status))).unwrap();
         assert_eq!(order, [3, 2, 1, 0].map(|slot| (slot, 0)));
-        for slot in 0..4 {
+        for (slot, at) in data_at.iter().enumerate() {
             let mut data = [0; 4096];
-            device.read(data_at[slot], &mut data);
+            device.read(*at, &mut data);
             assert!(data.iter().all(|byte| *byte == round ^ (8 * slot as u8)), "round {round}, slot {slot}");
         }
     }
@@ -178,7 +178,7 @@ fn completing_a_request_not_in_flight_is_an_error() {
 
 #[test]
 fn a_configuration_is_parsed_as_virtio_specifies() {
-    let mut bytes = [0; CONFIG_BYTES as usize];
+    let mut bytes = [0; CONFIG_BYTES];
     bytes[..8].copy_from_slice(&0x1_0000_0002_u64.to_le_bytes());
     (bytes[33], bytes[34], bytes[35], bytes[36]) = (9, 2, 1, 8);
     assert_eq!(Config::parse(&bytes), Config { capacity_sectors: 0x1_0000_0002, queues: 0x102 });
