@@ -248,12 +248,9 @@ fn is_open_to_all(path: &Path) -> bool {
 }
 
 impl Listener {
-    /// The TCP address on which the server listens, if any.
+    /// The TCP address on which the server listens, if any, also on an inherited socket.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
-        match &self.listen_address {
-            ListenAddress::Tcp(address) => Some(*address),
-            _ => None,
-        }
+        self.listen_address.address()
     }
 
     /// The name of the unix socket, if every user of this machine can connect to it.

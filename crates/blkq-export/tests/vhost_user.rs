@@ -1,9 +1,13 @@
 //! vhost-user-blk with libblkio's front end (crate virtio-driver), compared with a model of each byte.
 
+use std::net::TcpListener;
+
+use blkq::engine::EngineThread;
 use blkq::testing::wait_until;
-use blkq::{Driver, ErrorKind};
+use blkq::{Disk, Driver, ErrorKind};
 use blkq_drivers::r#loop::DirectIo;
-use blkq_export::vhost_user::VhostUserDevice;
+use blkq_export::Listen;
+use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 use proptest::prelude::*;
 use virtio_driver::{
     EventFd, VhostUser, VirtioBlkConfig, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkReqBuf,
@@ -224,4 +228,18 @@ fn a_device_that_serves_cannot_prepare_rings() {
     assert_eq!(served.device.prepare().unwrap_err().kind(), ErrorKind::Busy);
     served.device.stop(true).unwrap();
     assert_eq!(served.device.prepare().unwrap_err().kind(), ErrorKind::Busy);
+}
+
+#[test]
+fn a_tcp_socket_cannot_share_the_memory_of_a_guest() {
+    let disk = Disk::builder(ram()).build().unwrap();
+    let engine = EngineThread::spawn("vhost-test", vec![(disk.clone(), 0)]).unwrap();
+    let inherited = TcpListener::bind("127.0.0.1:0").unwrap();
+    for listen in [Listen::Tcp("127.0.0.1".into(), 0), Listen::Inherited(inherited.into())] {
+        let listened =
+            VhostUserDevice::listen(listen, VhostUserOptions::default(), &disk, &[engine.handle().clone()]);
+        let error = listened.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(error.to_string().contains("memory cannot be shared over TCP"), "{error}");
+    }
 }

@@ -77,9 +77,6 @@ impl VhostUserDevice {
         if engines.is_empty() {
             return Err(invalid("a device needs at least one engine"));
         }
-        if matches!(listen, Listen::Tcp(..)) {
-            return Err(invalid("memory cannot be shared over TCP; use a unix socket"));
-        }
         let listener = listen.listen_as(options.access)?;
         if listener.tcp_address().is_some() {
             return Err(invalid("memory cannot be shared over TCP; use a unix socket"));
