@@ -130,7 +130,8 @@ impl LocalQueue {
         self.queue.dispatch_all(self.ring.as_deref_mut());
         let can_continue = self.queue.has_completed() || self.queue.is_cut_short();
         let waits = self.queue.completions().len() < want && !can_continue;
-        if waits {
+        let sleeps_in_ring = waits && self.ring.is_some();
+        if sleeps_in_ring {
             self.kick.prepare_sleep();
         }
         // A driver that completed before the queue was seen to sleep has not kicked it.
@@ -166,7 +167,7 @@ impl LocalQueue {
         if sleeps {
             self.queue.woke();
         }
-        if waits {
+        if sleeps_in_ring {
             self.kick.woke();
         }
         self.queue.begin_turn(self.ring.as_deref_mut());

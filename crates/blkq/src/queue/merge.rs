@@ -9,6 +9,13 @@ use crate::tags::Tag;
 use super::io::Io;
 
 impl Io {
+    /// Whether bio `index` may be merged with other bios at all.
+    #[inline(always)]
+    pub fn may_merge(&self, index: u32) -> bool {
+        let slot = &self.in_flight[index];
+        self.disk.settings().merge && is_mergeable(slot.operation, slot.flags)
+    }
+
     /// Merges bio `index` into request `tag` if they touch, and operation, flags and limits allow it.
     /// `segments` is the bio's number of segments, `None` if unknown.
     #[inline(always)]
@@ -17,9 +24,8 @@ impl Io {
         let Some(side) = MergeSide::of(request.sector, request.end(), slot.sector, slot.sectors) else {
             return false;
         };
-        if !self.disk.settings().merge
+        if !self.may_merge(index)
             || slot.operation != request.operation
-            || !is_mergeable(slot.operation, slot.flags)
             || request.flags.intersects(ALONE)
             || slot.step != FlushStep::None
         {

@@ -283,6 +283,9 @@ impl Queue {
 
     #[cold]
     fn try_scheduler_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
+        if !self.io.may_merge(index) {
+            return false;
+        }
         let Some(scheduler) = self.dispatch.scheduler_mut() else { return false };
         let (requests, slot) = (self.io.in_flight.requests(), &self.io.in_flight[index]);
         let found = scheduler.find_merge(requests, slot.operation, slot.sector, slot.sectors);

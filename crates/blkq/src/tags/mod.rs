@@ -1,8 +1,7 @@
 //! The tag set: a bitmap of free tags that several threads share without a lock (the kernel's sbitmap and
 //! block/blk-mq-tag.c). Invariant: a set bit is a free tag, and a tag is given to at most one request at a
 //! time. Tags are freed with one atomic operation per word of a batch. A queue that finds no free tag waits as
-//! described in `tags/wait.rs`. Queues that share a set get fair shares of it
-//! (`hctx_may_queue`).
+//! described in `tags/wait.rs`. Queues that share a set get fair shares of it (`hctx_may_queue`).
 
 mod wait;
 

@@ -215,7 +215,7 @@ mod loom_tags {
     #[test]
     fn loom_no_tag_twice() {
         model("two threads, two words", 0, || no_tag_twice(8, 2, 2, 1));
-        model("three threads, one word", 0, || no_tag_twice(3, 3, 1, 1));
+        model("three threads, one word", 0, || no_tag_twice(2, 3, 1, 1));
     }
 
     // Contract: tags

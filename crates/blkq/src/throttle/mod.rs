@@ -130,17 +130,15 @@ impl ThrottleControl {
     /// Starts or stops the measurement of device times. Returns false if it is running already. The caller
     /// must wake the queues afterwards.
     pub fn set_measured(&self, times: Option<Arc<[Arc<DeviceTimes>]>>) -> bool {
-        let mut is_free = true;
-        self.change(|throttle| {
-            is_free = times.is_none() || throttle.measured.is_none();
-            if is_free {
-                throttle.measured = times;
-            }
-        });
-        if is_free {
-            self.set_ceiling(None);
+        let mut throttle = lock(&self.throttle);
+        if times.is_some() && throttle.measured.is_some() {
+            return false;
         }
-        is_free
+        throttle.measured = times;
+        self.generation.fetch_add(1, SeqCst);
+        drop(throttle);
+        self.set_ceiling(None);
+        true
     }
 
     pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
