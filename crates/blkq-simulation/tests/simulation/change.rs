@@ -57,6 +57,8 @@ impl Change {
 /// Steps that a request in flight may take. The simulated clock may jump by seconds in a step, so a change with a time
 /// limit may fail earlier.
 const STEPS_PER_REQUEST: u64 = 8;
+/// How long a change waits for requests in flight, in nanoseconds (`FREEZE_TIMEOUT` of blkq).
+const FREEZE_NS: u64 = 30_000_000_000;
 
 /// Makes a random change. The world keeps running meanwhile.
 pub fn make_one(world: &Rc<RefCell<World>>) {
@@ -92,6 +94,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         }
         (world.disk(), change, begun)
     };
+    let begun_ns = simulation::time_ns();
     let result = match &change {
         Change::Disk(setting) => disk.set(*setting),
         Change::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
@@ -100,6 +103,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         Change::Resize(bytes) => disk.resize(*bytes).map(drop),
     };
     let mut world = world.borrow_mut();
+    let in_flight = world.requests_in_flight();
     let World { common, seen, waited, .. } = &mut *world;
     seen.changes += 1;
     if let Err(error) = &result {
@@ -112,8 +116,8 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
             // Requests in flight did not complete in time.
             (_, ErrorKind::Busy) => {
-                let in_flight: u64 = disk.stats().in_flight.iter().sum();
-                common.slow || *waited < STEPS_PER_REQUEST * in_flight
+                let is_late = simulation::time_ns() - begun_ns >= FREEZE_NS;
+                common.slow || is_late && *waited < STEPS_PER_REQUEST * in_flight
             }
             (_, ErrorKind::Held) => common.holding.is_some(),
             _ => false,

@@ -248,6 +248,10 @@ impl Client {
         (client, server.into())
     }
 
+    pub fn outstanding(&self) -> usize {
+        self.outstanding.len()
+    }
+
     pub fn is_idle(&self) -> bool {
         self.closed || self.ready && self.outstanding.is_empty() && self.output.is_empty()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use blkq::engine::SimulatedEngine;
 use blkq::hang::Place;
 use blkq::random::Random;
-use blkq::simulation::forget_held_writes;
+use blkq::simulation::{forget_held_writes, held_writes};
 use blkq::{Disk, ErrorPolicy, Resume, SchedulerKind, Status};
 use blkq_export::nbd::proto::NbdError;
 use blkq_simulation as simulation;
@@ -26,7 +26,7 @@ pub struct Holding {
     policy: History<ErrorPolicy>,
     /// When held requests were last failed by a resume or a stop.
     failed_at: u64,
-    /// Whether the device stops: a flush that waits for writes that another queue holds fails.
+    /// Whether the device stops and may hold writes: a flush that waits for writes that another queue holds fails.
     pub stops: bool,
     /// Since when bios of a disconnected client may be abandoned: a write that is merged with one fails.
     abandoned_since: Option<u64>,
@@ -87,7 +87,9 @@ impl Holding {
 
     /// The device stops: all held requests fail.
     pub fn stop(&mut self, now: u64) {
-        (self.failed_at, self.stops) = (now, true);
+        let may_hold = self.policy.may(now, |policy| policy != ErrorPolicy::Report);
+        // Includes writes that were resumed and have not completed.
+        (self.failed_at, self.stops) = (now, may_hold || !held_writes().is_empty());
     }
 
     /// Records the state after a turn of the engine, which applies a new policy. `ghosts`: the server still has clients

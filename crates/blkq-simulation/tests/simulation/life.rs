@@ -364,6 +364,13 @@ impl World {
         self.server.as_ref().unwrap().disk.clone()
     }
 
+    /// The requests in flight of the device, or of its clients if the device does not count them.
+    pub fn requests_in_flight(&self) -> u64 {
+        let Some(Server { disk, clients, .. }) = &self.server else { return 0 };
+        let of_clients: usize = clients.iter().map(Client::outstanding).sum();
+        disk.stats().in_flight.iter().sum::<u64>().max(of_clients as u64)
+    }
+
     /// Path of the trigger file of rules, which is created and removed at random.
     pub fn trigger(&self) -> Option<PathBuf> {
         self.worlds.triggers.then(|| self.image.with_extension("trigger"))

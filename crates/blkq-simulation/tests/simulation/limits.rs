@@ -273,14 +273,8 @@ impl Limited {
         }
         self.search(disk);
         self.turns += 1;
-        if !self.exempt && self.turns.is_multiple_of(BYPASS_TURNS) && disk.settings().iostats {
-            let stats = disk.stats();
-            let completed: u64 = stats.groups.iter().map(|group| group.ios).sum();
-            assert!(
-                completed <= self.admitted_now,
-                "requests bypass the limits: {completed} of {}",
-                self.admitted_now
-            );
+        if self.turns.is_multiple_of(BYPASS_TURNS) {
+            self.check_bypass(disk);
         }
         // If the world is killed while the neighbour runs, it is leaked and not closed.
         let Some(mut neighbour) = self.neighbour.take().map(ManuallyDrop::new) else { return };
@@ -289,6 +283,15 @@ impl Limited {
             take_admissions().into_iter().for_each(|admission| self.common.note(admission));
         }
         self.neighbour = Some(ManuallyDrop::into_inner(neighbour));
+    }
+
+    /// Checks that no more requests have completed than were admitted.
+    fn check_bypass(&self, disk: &Disk) {
+        if !self.exempt && disk.settings().iostats {
+            let completed: u64 = disk.stats().groups.iter().map(|group| group.ios).sum();
+            let admitted = self.admitted_now;
+            assert!(completed <= admitted, "requests bypass the limits: {completed} of {admitted}");
+        }
     }
 
     /// Checks that requests wait only for units that were admitted before; the driver accepts all requests.
@@ -310,6 +313,7 @@ impl Limited {
     /// The device stops; its limits no longer apply.
     pub fn stop(&mut self, disk: &Arc<Disk>, is_killed: bool) {
         use blkq::stats::Counter;
+        self.check_bypass(disk);
         self.throttled += disk.stats().counter(Counter::ThrottledRequests);
         self.exempt = true;
         // In a daemon the search has a thread, which exits before the device does.
