@@ -53,9 +53,11 @@ scratch() {
 
 finish() {
     local mount process
+    # A second signal, such as that of a script to its cases, must not end the cleaning.
+    trap : INT TERM
     # What gather has not printed. First, because a step that took too long has few seconds left.
     cat "$SCRATCH"/concurrent.*.out 2>/dev/null
-    [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
+    [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state limit 5 "$BLKQ" detach --all --force >/dev/null 2>&1
     daemons | xargs -r kill -9
     for process in $(jobs -p); do
         stop_with_children "$process"
@@ -200,9 +202,9 @@ concurrently() {
 
 # The process of concurrently, whose variables the script does not see.
 in_own_directories() { # DIRECTORY COMMAND...
+    SCRATCH=$1 BLKQ_STATE_DIR=$1/state PASSED=0 FAILED=0 FAILURES=() LEFT_OUT=() CONCURRENT=()
     trap finish EXIT
     trap 'exit 130' INT TERM
-    SCRATCH=$1 BLKQ_STATE_DIR=$1/state PASSED=0 FAILED=0 FAILURES=() LEFT_OUT=() CONCURRENT=()
     mkdir "$1"
     mkdir -m 700 "$BLKQ_STATE_DIR"
     shift
