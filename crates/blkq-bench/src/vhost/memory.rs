@@ -8,7 +8,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::Result;
 
-/// Memory that the server may write at any time, so all of it is accessed as atomics. The atomics are Relaxed, because `queue.rs` orders them with the ring's indexes.
+/// Memory that the server may write at any time, so all of it is accessed as atomics. The atomics are Relaxed,
+/// because `queue.rs` orders them with the ring's indexes.
 pub struct SharedMemory {
     file: OwnedFd,
     start: *mut u8,
