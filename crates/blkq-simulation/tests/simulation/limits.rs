@@ -285,7 +285,7 @@ impl Limited {
         self.neighbour = Some(ManuallyDrop::into_inner(neighbour));
     }
 
-    /// Checks that no more requests have completed than were admitted.
+    /// Checks that at most the admitted requests have completed.
     fn check_bypass(&self, disk: &Disk) {
         if !self.exempt && disk.settings().iostats {
             let completed: u64 = disk.stats().groups.iter().map(|group| group.ios).sum();
