@@ -313,6 +313,8 @@ impl Limited {
     /// The device stops; its limits no longer apply.
     pub fn stop(&mut self, disk: &Arc<Disk>, is_killed: bool) {
         use blkq::stats::Counter;
+        // A world that is killed in a turn has admissions that were not counted yet. Limits may have changed in it.
+        self.admitted_now += take_admissions().len() as u64;
         self.check_bypass(disk);
         self.throttled += disk.stats().counter(Counter::ThrottledRequests);
         self.exempt = true;
