@@ -43,8 +43,8 @@ pub enum Listen {
     Inherited(OwnedFd),
 }
 
-/// An open socket and its address. The socket listens, unless it was passed inside of this crate: see
-/// [`ListenAddress::is_connected`].
+/// An open socket and its address. The socket listens; only inside of this crate it may be connected to the only
+/// client.
 pub struct Listener {
     pub(crate) socket: OwnedFd,
     pub(crate) listen_address: ListenAddress,
