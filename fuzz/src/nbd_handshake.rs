@@ -45,7 +45,7 @@ fn expand(mut program: &[u8]) -> Vec<u8> {
             program = rest;
             taken
         };
-        let name: &[u8] = [&b"disk"[..], b"b", b"", b"nobody"][usize::from(choice >> 4) % 4];
+        let name: &[u8] = [&b"disk"[..], b"b", b"", b"absent"][usize::from(choice >> 4) % 4];
         let mut data = Vec::new();
         match choice & 7 {
             0 => data.extend(take((*length).into())),
