@@ -77,8 +77,19 @@ impl Queue {
     fn leave(&mut self) {
         self.close_fast_path();
         self.io.clock.idle();
-        self.io.tags.leave();
+        if self.io.tags.is_shared() {
+            self.leave_shared_tags();
+        }
         self.io.disk.leave();
+    }
+
+    /// A queue that waits for a tag stays a user of the set. Otherwise the share of the others would change within
+    /// each turn, and an engine whose other queue has its share would not sleep.
+    #[inline(never)]
+    fn leave_shared_tags(&mut self) {
+        if self.io.waiting.is_empty() {
+            self.io.tags.leave();
+        }
     }
 
     /// Applies changed settings if the queue is idle, so that a change takes effect without a submission.

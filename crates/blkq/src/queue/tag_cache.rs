@@ -18,6 +18,8 @@ struct SharedTags {
     set: Arc<TagSet>,
     hint: TagHint,
     waiter: WaiterId,
+    /// Whether the queue is counted as a user of the set.
+    joined: bool,
 }
 
 impl TagCache {
@@ -28,7 +30,7 @@ impl TagCache {
         let shared = match &queue.tags {
             Some(set) => {
                 let waiter = set.register(queue.kick.clone()).ok_or_else(too_many)?;
-                Some(SharedTags { hint: set.hint(), set: set.clone(), waiter })
+                Some(SharedTags { hint: set.hint(), set: set.clone(), waiter, joined: false })
             }
             None => None,
         };
@@ -45,17 +47,23 @@ impl TagCache {
         }
     }
 
-    /// Counts the queue as a user of the shared set, which divides the tags between its users.
+    /// Counts the queue as a user of the shared set, which divides the tags between its users: from its first request
+    /// or wait for a tag to [`TagCache::leave`].
     #[inline]
-    pub fn join(&self) {
-        if let Some(SharedTags { set, .. }) = &self.shared {
+    pub fn join(&mut self) {
+        if let Some(SharedTags { set, joined, .. }) = &mut self.shared
+            && !std::mem::replace(joined, true)
+        {
             set.join();
         }
     }
 
+    /// The queue has no requests, and no bio waits for a tag.
     #[inline]
-    pub fn leave(&self) {
-        if let Some(SharedTags { set, .. }) = &self.shared {
+    pub fn leave(&mut self) {
+        if let Some(SharedTags { set, joined, .. }) = &mut self.shared
+            && std::mem::take(joined)
+        {
             set.leave();
         }
     }
@@ -94,7 +102,7 @@ impl TagCache {
     /// none of its requests will complete, it is woken when the share grows.
     #[cold]
     pub fn next_shared(&mut self, in_use: u32, held: u32) -> Option<Tag> {
-        let SharedTags { set, hint, waiter } = self.shared.as_mut()?;
+        let SharedTags { set, hint, waiter, .. } = self.shared.as_mut()?;
         if !set.may_get(in_use) {
             if in_use > held {
                 return None;
@@ -181,6 +189,7 @@ impl TagCache {
     /// Stops using the tags. All `depth` tags of an unshared set must be free, unless requests were leaked.
     pub fn close(&mut self, depth: u16, leaked: bool) {
         self.share_freed();
+        self.leave();
         if let Some(SharedTags { set, waiter, .. }) = self.shared.take() {
             set.unregister(waiter);
         } else {

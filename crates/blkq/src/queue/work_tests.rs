@@ -282,6 +282,28 @@ fn a_shared_tag_and_a_larger_share_are_work() {
     assert!(!second.has_work());
 }
 
+// Contract: tags
+#[test]
+fn a_queue_that_waits_for_a_tag_keeps_its_share() {
+    let keeper = Keeper::default();
+    let disk = keeper.disk().queues(2).shared_tags(true).depth(4).build().unwrap();
+    let mut queues = [0, 1].map(|index| Queue::open(&disk, index, 0, None).unwrap());
+    queues.iter_mut().for_each(|queue| _ = turn(queue));
+    let [first, second] = &mut queues;
+    (0..4).for_each(|block| read(second, block));
+    turn(second);
+    assert_eq!(second.dispatch.started(), 4);
+    read(first, 0);
+    // The turns of the queues of an engine are interleaved.
+    first.begin_turn(None);
+    read(second, 4);
+    first.dispatch_all(None);
+    // The second queue has its share, although the first one has no request.
+    assert!(!second.has_work());
+    keeper.release();
+    assert_eq!(turn(second) + turn(first) + turn(second) + turn(first), 6);
+}
+
 #[test]
 fn a_quiesce_that_was_lifted_is_work() {
     let disk = Keeper::released().disk().build().unwrap();
