@@ -70,9 +70,9 @@ const UNSHARED_WRITES: u64 = 201;
 /// The locks for the access `kind` to `range`, in the order in which they must be set.
 ///
 /// Two devices of blkq conflict where their ranges overlap. If the range contains QEMU's bytes, as the range of a whole
-/// image does, a writer has a write lock on them, which conflicts with every lock of QEMU, and a reader uses them as
-/// QEMU does. A device whose range does not contain them excludes QEMU with read locks on the bytes 200 and 201, which
-/// other such devices can lock as well.
+/// image does, a writer has a write lock on them, which conflicts with every lock of QEMU. A writer whose range does not
+/// contain them excludes QEMU with read locks on the bytes 200 and 201, which other such devices can lock as well, and
+/// a reader excludes QEMU's writers with one on 201.
 ///
 /// During a conversion, no lock that excludes writers is released before another one that does is set.
 fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, libc::c_int)> {
@@ -82,7 +82,6 @@ fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, l
         false => vec![range.clone()],
     };
     let lock = |ranges: Vec<Range<u64>>, l_type| ranges.into_iter().map(move |range| (range, l_type));
-    let byte = |byte: u64| byte..byte + 1;
     if kind == LockKind::Exclusive {
         let unshared = UNSHARED_READS..UNSHARED_WRITES + 1;
         let data = around(unshared.clone());
@@ -92,12 +91,13 @@ fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, l
     if shared {
         return lock(data, libc::F_RDLCK).collect();
     }
-    let (mut used, mut unused) = (vec![byte(UNSHARED_WRITES)], vec![byte(UNSHARED_READS)]);
-    if has_qemu {
-        used.push(byte(QEMU_READS));
-        unused = vec![QEMU_WRITES..UNSHARED_WRITES, UNSHARED_WRITES + 1..QEMU_BYTES.end];
-    }
+    let byte = |byte: u64| byte..byte + 1;
+    let mut used = vec![byte(UNSHARED_WRITES)];
     used.extend(data);
+    let unused = match has_qemu {
+        true => vec![QEMU_BYTES.start..UNSHARED_WRITES, UNSHARED_WRITES + 1..QEMU_BYTES.end],
+        false => vec![byte(UNSHARED_READS)],
+    };
     lock(used, libc::F_RDLCK).chain(lock(unused, libc::F_UNLCK)).collect()
 }
 
@@ -105,9 +105,9 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
     for (bytes, l_type) in steps(range, kind, shared) {
         set(file, &bytes, l_type)?;
     }
-    // Only devices of blkq lock byte 0. If it is locked, a device of blkq has the locks on QEMU's bytes, and has itself
-    // checked for QEMU.
-    let is_qemu = |byte| Ok::<_, io::Error>(is_locked(file, byte)? && !is_locked(file, 0)?);
+    // Only a writer of blkq has a write lock on byte 0. Then it has QEMU's bytes too, and QEMU cannot lock any.
+    let is_writer = || conflicts(file, 0, libc::F_RDLCK);
+    let is_qemu = |byte| Ok::<_, io::Error>(conflicts(file, byte, libc::F_WRLCK)? && !is_writer()?);
     let in_use = match kind {
         LockKind::Shared if shared => false,
         LockKind::Shared => is_qemu(QEMU_WRITES)?,
@@ -126,8 +126,9 @@ pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
     }
 }
 
-fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
-    let mut lock = flock(&(byte..byte + 1), libc::F_WRLCK)?;
+/// Whether another file description has a lock on the byte with which one of type `l_type` would conflict.
+fn conflicts(file: &File, byte: u64, l_type: libc::c_int) -> io::Result<bool> {
+    let mut lock = flock(&(byte..byte + 1), l_type)?;
     // SAFETY: the descriptor is open, the structure lives through the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
         0 => Ok(i32::from(lock.l_type) != libc::F_UNLCK),
@@ -189,7 +190,7 @@ mod tests {
     fn qemu(file: &File, used: &[u64], unshared: &[u64]) -> bool {
         let lock = |byte: u64| set(file, &(byte..byte + 1), libc::F_RDLCK).is_ok();
         let locked = used.iter().all(|n| lock(100 + n)) && unshared.iter().all(|n| lock(200 + n));
-        let free = |byte: u64| !is_locked(file, byte).unwrap();
+        let free = |byte: u64| !conflicts(file, byte, libc::F_WRLCK).unwrap();
         let allowed = locked && used.iter().all(|n| free(200 + n)) && unshared.iter().all(|n| free(100 + n));
         if !allowed {
             release(file, &WHOLE_FILE);
@@ -244,6 +245,16 @@ mod tests {
                     assert!(qemu(&three, WRITES, &[0, 1]), "nothing is left");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_window_beside_qemu_is_refused_beside_other_windows_too() {
+        for (shared, used) in [(true, WRITES), (true, READS), (false, READS)] {
+            let [before, other, device] = open();
+            lock(&before, &BEFORE, SHARED, shared).unwrap();
+            assert!(qemu(&other, used, &[]));
+            assert!(lock(&device, &BEYOND, EXCLUSIVE, false).is_err(), "{shared} {used:?}");
         }
     }
 
