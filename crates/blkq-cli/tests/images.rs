@@ -115,6 +115,35 @@ fn an_image_that_the_kernel_uses_is_refused_unless_shared() {
 
 // Contract: exclusive
 #[test]
+fn a_reader_does_not_become_a_writer_of_an_image_in_use() {
+    let place = Place::new("reader");
+    let image = place.image("disk.img", 16 << 20);
+    place.done(&["attach", &image]);
+    place.done(&["set", "disk.img", "read-only=on"]);
+    let device = KernelLoop(run("losetup", &["-f", "--show", &image]));
+    let line = place.refused(&["set", "disk.img", "depth=8", "read-only=off"]);
+    let reason = format!("the kernel's loop device {} uses it; release it there first", device.0);
+    assert!(line.contains(&reason), "{line}");
+    assert_eq!(place.json(&["show", "disk.img", "--json"])["read_only"], true);
+    place.done(&["detach", "disk.img"]);
+    place.done(&["attach", "--export", "vhost-user-blk", "--name", "node", &device.0]);
+    place.done(&["set", "node", "read-only=on"]);
+    run("blockdev", &["--setro", &device.0]);
+    let line = place.refused(&["set", "node", "read-only=off"]);
+    assert!(line.contains("the kernel has set this block device to read-only"), "{line}");
+    // The next daemon could not write either, so the present one stays.
+    run("blockdev", &["--setrw", &device.0]);
+    place.done(&["set", "node", "read-only=off"]);
+    run("blockdev", &["--setro", &device.0]);
+    let line = place.refused(&["upgrade", "node"]);
+    assert!(line.contains("the kernel has set this block device to read-only"), "{line}");
+    place.done(&["show", "node"]);
+    run("blockdev", &["--setrw", &device.0]);
+    place.done(&["detach", "node"]);
+}
+
+// Contract: exclusive
+#[test]
 fn attached_elsewhere_says_where() {
     let place = Place::new("where");
     let image = place.image("disk.img", 4 << 20);

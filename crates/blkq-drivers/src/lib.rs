@@ -37,4 +37,4 @@ mod spec;
 pub use format::ImageFormat;
 pub use image::{Image, ImageId, Opened, Usage, no_backing_file, no_overlay};
 pub use size::LOGICAL_BLOCK_SIZES;
-pub use spec::{DriverOptions, DriverSpec, check, detect_format, open};
+pub use spec::{DriverOptions, DriverSpec, check, check_writable, detect_format, open};

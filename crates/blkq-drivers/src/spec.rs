@@ -1,5 +1,6 @@
 //! Parses the name of an image or a driver, and opens the driver. [`open`] is the only list of drivers.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -128,6 +129,15 @@ pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
         Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
         opened => opened.map(drop),
     }
+}
+
+/// Checks whether a device that was opened for reading may write to `range` of the image at `path`, in bytes, as
+/// [`open`] does, apart from locks. A confined process cannot check this. An image that cannot be opened by that
+/// path now is not checked. Fails with [`ErrorKind::Claimed`] or [`ErrorKind::Denied`].
+pub fn check_writable(path: &Path, range: &Range<u64>) -> Result<(), Error> {
+    let Ok(image) = ImageFile::open(path, true) else { return Ok(()) };
+    image.check_writable()?;
+    image.check_unclaimed(range, false).map_err(|error| error.with_cure("release it there first"))
 }
 
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {

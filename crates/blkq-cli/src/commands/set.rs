@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 
+use blkq_drivers::{DriverSpec, check_writable};
 use blkq_protocol::control::{Dialogue, Request, ask};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::open_for_daemon;
@@ -94,6 +95,10 @@ impl Args {
 
 /// `word` is the name by which the user called the device.
 fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) -> Outcome {
+    let writes = |(key, value): &(String, String)| key == Key::ReadOnly.row().name && value == "off";
+    if settings.iter().any(writes) {
+        check_image_writable(dir, name).map_err(|e| e.during(format_args!("set {word}: read-only=off")))?;
+    }
     let is_group = |(key, value): &(String, String)| key == Key::Group.row().name && value != NO_GROUP;
     let changed =
         settings.chunk_by(|one, next| !is_group(one) && !is_group(next)).try_for_each(|some| match some {
@@ -101,6 +106,18 @@ fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) ->
             _ => ask::<()>(dir, name, &Request::Set { settings: some.to_vec() }),
         });
     changed.map_err(|e| e.during(format_args!("set {word}")))
+}
+
+/// The daemon is confined and cannot see whether the kernel uses the image.
+fn check_image_writable(dir: &StateDir, name: &str) -> Outcome {
+    let Some(record) = dir.read_state(name).and_then(|state| state.attach_options) else { return Ok(()) };
+    let options = record.read()?;
+    let DriverSpec::Image(path) = &options.image else { return Ok(()) };
+    if options.shared {
+        return Ok(());
+    }
+    let end = options.size_limit.map_or(u64::MAX, |bytes| options.offset.saturating_add(bytes));
+    Ok(check_writable(path, &(options.offset..end))?)
 }
 
 /// Sends the file of the group, which a confined daemon must not open.

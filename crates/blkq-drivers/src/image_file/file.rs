@@ -22,7 +22,8 @@ use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
 use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{
-    DirectAlign, check_type, check_writable, name_now, power_of_two, probe_direct, queue_attribute, set_flag,
+    DirectAlign, check_type, check_writable, is_open_for_writing, name_now, power_of_two, probe_direct,
+    queue_attribute, set_flag,
 };
 
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
@@ -96,7 +97,9 @@ impl ImageFile {
             .map_err(|e| Error::system(format!("cannot clear O_NONBLOCK on the image {shown}"), e))?;
 
         let block_device = metadata.file_type().is_block_device();
-        check_writable(&file, &path, block_device)?;
+        if is_open_for_writing(&file) {
+            check_writable(&file, &path, block_device)?;
+        }
         let device = if block_device { metadata.rdev() } else { metadata.dev() };
         let queue = |name| queue_attribute(device, name);
         let logical_block = if block_device { queue("logical_block_size").unwrap_or(512) } else { 512 };
@@ -287,6 +290,23 @@ impl ImageFile {
         Ok(self.with_file(reopened))
     }
 
+    /// Fails with [`ErrorKind::Mismatch`] if the file is shorter than the `bytes` that it had. As a backing file
+    /// that is opened again, or is extended, it would read zeroes where it fails now.
+    pub fn check_not_truncated(&self, bytes: u64) -> Result<(), Error> {
+        let now = self.size()?;
+        if now >= bytes {
+            return Ok(());
+        }
+        let shown = self.path.display();
+        let message = format!("{shown} was truncated from {bytes} to {now} bytes: what was beyond is lost");
+        Err(Error::new(ErrorKind::Mismatch, message).with_cure("restore it from a backup"))
+    }
+
+    /// Fails with [`ErrorKind::Denied`] if the kernel would fail every write to the image.
+    pub fn check_writable(&self) -> Result<(), Error> {
+        check_writable(&self.file, &self.path, self.block_device)
+    }
+
     /// `file` is another open file description of this image.
     pub fn with_file(&self, file: File) -> ImageFile {
         let (path, link, direct) = (self.path.clone(), self.link.clone(), self.direct.clone());
@@ -320,9 +340,11 @@ pub(crate) fn sync(file: &File) -> io::Result<()> {
     file.sync_data()
 }
 
-/// Checks whether this process may write to the image at `path`, without opening it.
+/// Checks whether this process may write to the image at `path`, without opening it for writing.
 pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
-    accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).map_err(|e| cannot_open(e.into(), path, false))
+    accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)
+        .map_err(|e| cannot_open(e.into(), path, false))?;
+    ImageFile::open(path, true)?.check_writable()
 }
 
 fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {

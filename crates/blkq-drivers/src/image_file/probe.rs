@@ -60,11 +60,12 @@ fn is_read_only(block_device: &File) -> bool {
     asked == 0 && read_only != 0
 }
 
+pub(super) fn is_open_for_writing(file: &File) -> bool {
+    fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR)
+}
+
 /// Rejects an image that the kernel opens for writing although every write to it fails.
 pub(super) fn check_writable(file: &File, path: &Path, block_device: bool) -> Result<(), Error> {
-    if !fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR) {
-        return Ok(());
-    }
     let why = if block_device && is_read_only(file) {
         "the kernel has set this block device to read-only"
     } else if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == HUGETLBFS_MAGIC) {

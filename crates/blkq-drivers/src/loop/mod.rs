@@ -277,7 +277,7 @@ impl LoopDevice {
 
     /// The image as the backing file of an overlay, after all writes were made durable. The disk must be
     /// frozen. Fails with [`ErrorKind::Unsupported`] if the device serves a part of the image, is shared or
-    /// read-only, or ends within a sector.
+    /// read-only, or ends within a sector, and with [`ErrorKind::Mismatch`] if the image was truncated.
     pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
         let image = {
             let state = locked(&self.shared.state);
@@ -295,6 +295,7 @@ impl LoopDevice {
                 let message = format!("{} cannot become a backing file: {why}", self.path.display());
                 return Err(unsupported(message));
             }
+            state.file.check_not_truncated(state.size)?;
             let direct = state.mode.direct;
             RawImage {
                 file: Arc::clone(&state.file),

@@ -255,6 +255,10 @@ fn a_truncated_image_has_no_hole_beyond_its_end() {
         assert_eq!(device.extents(131_584..MIB, 9).unwrap(), [data(MIB - 131_584)]);
         let read = h.read(131_584, &[512]);
         assert_eq!(h.run(read).0, Err(Status::Io));
+        if offset == 0 {
+            let refused = device.raw_image().err().unwrap();
+            assert_eq!(refused.kind(), ErrorKind::Mismatch, "an overlay would read zeroes: {refused}");
+        }
         // The new end is before the beginning of the device.
         truncate(offset / 2);
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(MIB)]);

@@ -127,7 +127,7 @@ impl Qcow2 {
 
     /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
     /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
-    /// Fails with [`blkq::ErrorKind::Mismatch`] if the base is longer than the device.
+    /// Fails with [`blkq::ErrorKind::Mismatch`] if the base is longer than the device, or was truncated.
     pub(in crate::qcow2) fn open_target(
         &self,
         files: BaseFiles,
@@ -135,7 +135,11 @@ impl Qcow2 {
         journals: Option<&Journals>,
     ) -> Result<Target, Error> {
         let size = self.limits().size_bytes();
-        let is_raw = locked(&self.shared.state).layers[1].tables.is_none();
+        let (is_raw, bytes) = {
+            let base = &locked(&self.shared.state).layers[1];
+            (base.tables.is_none(), base.file_bytes)
+        };
+        self.shared.files[1].check_not_truncated(bytes)?;
         if is_raw {
             let terms = self.terms.clone();
             return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, size, terms)

@@ -41,7 +41,8 @@ impl OverlayBase {
 
 impl Qcow2 {
     /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
-    /// Fails with [`blkq::ErrorKind::Unsupported`] if the image is read-only.
+    /// Fails with [`blkq::ErrorKind::Unsupported`] if the image is read-only, and with
+    /// [`blkq::ErrorKind::Mismatch`] if a file of the chain was truncated.
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
             return Err(unsupported(format!(
@@ -50,7 +51,9 @@ impl Qcow2 {
             )));
         }
         self.sync()?;
-        Ok(self.chain_from(0))
+        let base = self.chain_from(0);
+        base.chain.iter().try_for_each(|(file, layer)| file.check_not_truncated(layer.file_bytes))?;
+        Ok(base)
     }
 
     fn chain_from(&self, first: usize) -> OverlayBase {

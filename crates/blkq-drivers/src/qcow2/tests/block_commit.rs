@@ -424,6 +424,29 @@ fn a_block_commit_of_a_truncated_image_fails() {
     }
 }
 
+#[test]
+fn a_block_commit_into_a_truncated_base_is_refused() {
+    if !has_qemu() {
+        return;
+    }
+    for format in ["raw", "qcow2"] {
+        let directory = Directory::new();
+        let base = directory.0.join("base");
+        if format == "raw" {
+            std::fs::write(&base, vec![1; MIB as usize]).unwrap();
+        } else {
+            directory.qemu_io(&directory.image("base", "cluster_size=64k", MIB), "write -P 1 0 1M");
+        }
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", format, "top"]);
+        let device = Arc::new(open(&directory.0.join("top")));
+        let bytes = std::fs::metadata(&base).unwrap().len();
+        File::options().write(true).open(&base).unwrap().set_len(bytes - MIB / 2).unwrap();
+        let refused = CommitSource::new(device).unwrap().begin(base_files(&directory), None);
+        assert_eq!(refused.err().unwrap().kind(), ErrorKind::Mismatch, "{format}");
+        assert_eq!(std::fs::metadata(&base).unwrap().len(), bytes - MIB / 2, "it is not extended");
+    }
+}
+
 // Contract: live-changes
 #[test]
 fn a_block_commit_keeps_the_rest_of_compressed_clusters() {

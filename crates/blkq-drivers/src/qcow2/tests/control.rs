@@ -68,6 +68,7 @@ fn bytes_that_a_truncation_removed_are_not_a_hole() {
     assert_eq!(map(&device), [(65536, false), (MIB - 65536, true)]);
     truncate(&base, MIB / 2);
     assert_eq!(map(&device), [(65536, false), (MIB / 2 - 65536, true), (MIB / 2, false)]);
+    assert_eq!(device.overlay_base().err().unwrap().kind(), ErrorKind::Mismatch);
     // The L2 table of an image, which is not in memory.
     let path = directory.image("q.qcow2", "cluster_size=64k", MIB);
     directory.qemu_io(&path, "write -P 1 0 1M");
