@@ -135,7 +135,8 @@ const MORE: &[Call] = &[
     call!(SYS_membarrier),
     // For virtual machines: messages with file descriptors, memory, and the record of requests in flight.
     call!(SYS_recvmsg),
-    call!(SYS_sendmsg),
+    // With TCP Fast Open a message has an address to connect to, which Landlock does not see.
+    call!(SYS_sendmsg).only(2, libc::MSG_FASTOPEN as u64, 0),
     call!(SYS_fstat),
     call!(SYS_fstatfs),
     call!(SYS_memfd_create),
@@ -452,6 +453,9 @@ mod tests {
         for address in [0x7fff_0000, 0x7f00_0000_0000, 0x7f00_7fff_0000] {
             assert_eq!(send(address), REFUSE, "no other address: {address:#x}");
         }
+        let send = |flags| run(CONTROL, libc::SYS_sendmsg, [3, 0, flags as u64, 0, 0, 0], ARCHITECTURE);
+        assert_eq!(send(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(send(libc::MSG_NOSIGNAL | libc::MSG_FASTOPEN), REFUSE, "no other address");
         for number in [libc::SYS_openat, libc::SYS_socket, libc::SYS_accept4, libc::SYS_unlinkat] {
             assert_eq!(run(ENGINE, number, none, ARCHITECTURE), REFUSE, "an engine opens no files");
         }
