@@ -11,7 +11,8 @@ use super::io_tracker::{CompletedRequest, Stage};
 /// The process ID that represents the device in the file.
 const PROCESS: u32 = 1;
 
-pub const HEAD: &[u8] = b"[\n{";
+/// How a file begins.
+pub const HEAD: &[u8] = b"[\n{\"args\":{\"name\":\"blkq ";
 
 pub struct ChromeWriter<W: Write> {
     out: W,
@@ -107,6 +108,7 @@ mod tests {
         };
         writer.request(1, &request).unwrap();
         writer.finish().unwrap();
+        assert!(bytes.starts_with(HEAD));
         let events: Vec<Value> = serde_json::from_slice(&bytes).unwrap();
         let slices: Vec<_> = events.iter().filter(|event| event["ph"] != "M").collect();
         let found: Vec<_> = slices

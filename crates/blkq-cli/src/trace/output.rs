@@ -51,7 +51,8 @@ fn create(path: &Path, head: &[u8]) -> Outcome<BufWriter<File>> {
 
 /// Removes the binary file of an earlier trace.
 fn remove_earlier(path: &Path) -> Outcome {
-    if fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+    // A pipe or a link there is not a trace's.
+    if !fs::symlink_metadata(path).is_ok_and(|found| found.is_file()) {
         return Ok(());
     }
     output::check(path, |found| found.starts_with(&blktrace::HEAD))
@@ -203,6 +204,10 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), [0; 512]);
             fs::remove_file(&path).unwrap();
         }
+        let link = dir.path().join("a.blktrace.1");
+        std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+        assert_eq!(names(&start), ["a.blktrace.0"]);
+        assert!(link.is_symlink());
         let slices = dir.path().join("a.json");
         for _ in 0..2 {
             assert!(Output::chrome(&slices, &start).unwrap().finish().is_ok());
