@@ -273,7 +273,7 @@ pub(super) fn journals(
             let warning = format!(
                 "after a snapshot, data that was not flushed is lost if the daemon is killed: {error}"
             );
-            Ok((None, Some(warning).filter(|_| !options.read_only)))
+            Ok((None, Some(warning)))
         }
         journals => Ok((Some(journals?), None)),
     }
