@@ -37,9 +37,14 @@ fn check_served(place: &Place, at: usize) {
 fn an_upgrade_is_killed_at_any_step() {
     let place = Place::new("kill-upgrade");
     attach(&place);
-    for victim in [Victim::Command, Victim::Owner] {
+    for victim in [Victim::Command, Victim::Owner, Victim::Terminal] {
         let mut at = 0;
         while kill_at(place.command(&["upgrade", "d"]), victim, at) {
+            if victim == Victim::Terminal {
+                wait_until("the owner of the hand-over ends it", || {
+                    place.run(&["show", "d"]).status.success()
+                });
+            }
             check_served(&place, at);
             at += 1;
         }

@@ -10,6 +10,8 @@ pub enum Victim {
     Command,
     /// The process that the command forks to hand a device over.
     Owner,
+    /// The process group of the command, as by a closed terminal, at a step of the owner.
+    Terminal,
 }
 
 /// System calls before which the victim is killed.
@@ -87,7 +89,7 @@ pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
             _ => Err(std::io::Error::last_os_error()),
         });
     }
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = command.process_group(0).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let first = i32::try_from(child.id()).unwrap();
     let mut target = (victim == Victim::Command).then_some(first);
     let (mut is_new, mut steps) = (true, 0);
@@ -110,13 +112,15 @@ pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
         if Some(pid) == target && signal == libc::SIGTRAP | 0x80 && is_step(pid) {
             steps += 1;
             if steps > at {
-                // SAFETY: the process is traced, so that its number cannot be reused.
-                unsafe { libc::kill(pid, libc::SIGKILL) };
-                if pid == first {
-                    child.wait().unwrap();
-                    return true;
+                let killed = if victim == Victim::Terminal { -first } else { pid };
+                // SAFETY: the processes are traced, so that their numbers cannot be reused.
+                unsafe { libc::kill(killed, libc::SIGKILL) };
+                if victim == Victim::Owner {
+                    continue;
                 }
-                continue;
+                ptrace(libc::PTRACE_DETACH, pid, 0);
+                child.wait().unwrap();
+                return true;
             }
         }
         let is_signal = ![libc::SIGTRAP, libc::SIGTRAP | 0x80, libc::SIGSTOP].contains(&signal);
