@@ -257,7 +257,7 @@ mod tests {
         // During a handover, no process holds a lock on the image.
         let claim = dir.claim("a").unwrap();
         let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: vec![], owner: None, settings: vec![] };
+        let state = DaemonState { pid: 1, image: number, exports: vec![], settings: vec![] };
         claim.write_state(&state).unwrap();
         assert_eq!(check_not_waiting(&dir, "b", &other), Ok(()));
         let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();

@@ -214,7 +214,6 @@ impl Device {
             pid: std::process::id(),
             image: self.served().number,
             exports: running.exports(),
-            owner: running.disk.driver().owner(),
             settings: self.settings.changed(),
         })
     }

@@ -83,7 +83,6 @@ impl Device {
                     pid: std::process::id(),
                     image: number,
                     exports: Vec::new(),
-                    owner: disk.driver().owner(),
                     settings: intent.clone(),
                 })?;
                 let copy = options.copy.mode();
@@ -189,6 +188,7 @@ impl Device {
         let idle_event = has_block_device.then(|| autoclear.idle_event());
         let opened = Opened::new(options, claim, &sockets, idle_event, open)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
+        claim.write_owner(source.driver.owner().as_deref())?;
 
         let partscan = has_block_device && !options.partscan.refused;
         let start = DiskStart { is_successor, partscan };

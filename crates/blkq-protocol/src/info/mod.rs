@@ -86,9 +86,6 @@ pub struct DaemonState {
     /// The number of the served image in `NAME.options`.
     pub image: u64,
     pub exports: Vec<String>,
-    /// How the storage of the image identifies the daemon, if it keeps other writers away.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub owner: Option<String>,
     /// The settings that were changed since the device was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
@@ -107,6 +104,7 @@ pub struct StateFile {
     pub attach_options: Option<Record>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
+    /// How the storage of the image identifies the daemon, if it keeps other writers away.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
     #[serde(default, with = "ordered")]

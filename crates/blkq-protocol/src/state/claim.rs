@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, flock};
 use super::dying::DYING_WAIT;
 use super::orphan::{self, orphan};
 use super::remains::last_lines;
-use super::{OLD_LOG, OPTIONS, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
+use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::options::Record;
@@ -236,7 +236,7 @@ impl Claim {
                 }
                 let stays = |suffix: &str| {
                     [".lock", OLD_LOG].contains(&suffix)
-                        || taker == Taker::Successor && [".json", OPTIONS].contains(&suffix)
+                        || taker == Taker::Successor && [".json", OPTIONS, OWNER].contains(&suffix)
                 };
                 for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
                     remove(&dir.file(name, suffix)).map_err(failure)?;
@@ -314,6 +314,12 @@ impl Claim {
     /// client connects.
     pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
         self.dir.write_options(&self.name, path, options, ublk)
+    }
+
+    /// Records the [`owner`](blkq::Driver::owner) of this daemon's image, or that there is none. Must be called
+    /// before the first client connects.
+    pub fn write_owner(&self, owner: Option<&str>) -> Outcome {
+        self.dir.write_owner(&self.name, owner)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The two files from which the next daemon of a device reads how the device was attached.
+//! The files from which the next daemon of a device reads how the device was attached.
 //!
 //! `NAME.options` is trusted. It holds the attach options for each image that the device may serve. The
 //! daemon writes the file before it has clients; afterwards only commands write it. The daemon does not keep
@@ -10,6 +10,11 @@
 //! settings. The daemon keeps it open for writing, so an attacker who controls the engine can write anything
 //! to it. Therefore it is parsed as untrusted input: it can only select one of the images in `NAME.options`,
 //! and set what a user could set.
+//!
+//! `NAME.owner` is trusted like `NAME.options`, and exists only if the storage of the image names its users. The
+//! next daemon breaks the lock of the client that this file names. `NAME.json` must not name that client: another
+//! one would lose its lock, and its access to the cluster, to a daemon that may have more rights than the one that
+//! wrote the file. Older versions of blkq recorded the client there; the next daemon waits until its lock expires.
 //!
 //! Older versions of blkq stored the options in `NAME.json`. A compromised daemon cannot pass its file off as
 //! such an old one, because the two have different modes, and a confined daemon can neither change a mode nor
@@ -25,7 +30,7 @@ use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, fl
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{StateDir, remove};
+use super::{OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, FileId, StateFile};
 use crate::options::Record;
@@ -103,11 +108,11 @@ impl OptionsFile {
         }
     }
 
-    /// Combines the options with the `state` that the daemon wrote, if it wrote one.
+    /// Combines the options with the `state` that the daemon wrote, if it wrote one. The result has no owner.
     pub fn with_state(self, name: &str, state: Option<DaemonState>) -> StateFile {
-        let (pid, number, exports, owner, settings) = match state {
-            Some(state) => (state.pid, Some(state.image), state.exports, state.owner, state.settings),
-            None => (0, None, Vec::new(), None, Vec::new()),
+        let (pid, number, exports, settings) = match state {
+            Some(state) => (state.pid, Some(state.image), state.exports, state.settings),
+            None => (0, None, Vec::new(), Vec::new()),
         };
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
         let file = image.as_ref().and_then(|image| image.file);
@@ -121,7 +126,7 @@ impl OptionsFile {
             // The daemon may have died before it recorded the number of the block device.
             // The kernel knows the number.
             ublk: self.ublk.map(|cookie| BlockDevice::new(Identity { id: u32::MAX, cookie })),
-            owner,
+            owner: None,
             settings,
             number,
             file,
@@ -156,7 +161,23 @@ impl StateDir {
         };
         let options = self.read_options(name).ok()?;
         // A daemon without a block device that was killed before it wrote its state left nothing to recover.
-        (state.is_some() || options.ublk.is_some()).then(|| options.with_state(name, state))
+        (state.is_some() || options.ublk.is_some())
+            .then(|| StateFile { owner: self.read_owner(name), ..options.with_state(name, state) })
+    }
+
+    fn read_owner(&self, name: &str) -> Option<String> {
+        let text = read_bounded(File::open(self.file(name, OWNER)).ok()?, STATE_BYTES_MAX as u64).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// Implements `Claim::write_owner`.
+    pub(super) fn write_owner(&self, name: &str, owner: Option<&str>) -> Outcome {
+        let (path, new) = (self.file(name, OWNER), self.file(name, ".owner.new"));
+        let written = match owner {
+            Some(owner) => write_new(&new, &owner).and_then(|_| fs::rename(&new, &path)),
+            None => remove(&path),
+        };
+        written.map_err(|e| Failure::new(format!("{}: {e}", path.display())))
     }
 
     fn read_options(&self, name: &str) -> Outcome<OptionsFile> {
@@ -365,7 +386,7 @@ mod tests {
     }
 
     fn daemon_state(image: u64) -> DaemonState {
-        DaemonState { pid: 7, image, exports: Vec::new(), owner: None, settings: Vec::new() }
+        DaemonState { pid: 7, image, exports: Vec::new(), settings: Vec::new() }
     }
 
     #[test]
@@ -408,6 +429,29 @@ mod tests {
         overwrite_state(&file, &daemon_state(199)).unwrap();
         assert_eq!(image(), Some((String::new(), None)));
         assert!(!dir.file("a", ".options.new").exists());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_daemon_cannot_choose_whose_lock_is_broken() {
+        let dir = scratch("owner-file");
+        let first = record("rbd:p/i");
+        let mut claim = dir.claim("a").unwrap();
+        claim.write_options("rbd:p/i", &first, None).unwrap();
+        let other = json!({"pid": 7, "image": 0, "exports": [], "settings": {}, "owner": "192.0.2.2:0/2"});
+        claim.write_state(&other).unwrap();
+        let owner = || dir.read_state("a").unwrap().owner;
+        assert_eq!(owner(), None, "the image has no lock");
+        claim.write_owner(Some("192.0.2.1:0/1")).unwrap();
+        assert_eq!(owner().as_deref(), Some("192.0.2.1:0/1"));
+        // The next daemon finds the owner, and its own replaces it.
+        claim.keep(true);
+        drop(claim);
+        let claim = dir.claim_for_successor("a").unwrap();
+        assert_eq!(claim.owner_before("rbd:p/i").as_deref(), Some("192.0.2.1:0/1"));
+        assert_eq!(owner(), claim.owner_before("rbd:p/i"));
+        claim.write_owner(None).unwrap();
+        assert_eq!(owner(), None);
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

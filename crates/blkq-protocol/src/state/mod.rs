@@ -1,6 +1,7 @@
 //! The state directory, which records the devices and owns their names.
 //!
-//! A device NAME has these files: `NAME.lock`, `.json`, `.options`, `.control`, `.nbd`, `.vhost` and `.log`.
+//! A device NAME has these files: `NAME.lock`, `.json`, `.options`, `.owner`, `.control`, `.nbd`, `.vhost` and
+//! `.log`.
 //! The daemon holds a flock(2) lock on `NAME.lock` as long as it runs, so the kernel releases the name of a
 //! daemon that was killed. The process that gets the lock next removes the stale files first, unless it is
 //! the next daemon of the same device. A new attach of the name keeps the old log as `NAME.log.1` until the
@@ -42,10 +43,24 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest suffix of a socket, for which the length of a name must leave room.
 const LONGEST_SUFFIX: &str = ".control";
 /// All files that a device may have. The lock is removed last.
-const SUFFIXES: [&str; 10] =
-    [".control", ".nbd", ".vhost", ".json", ".json.new", OPTIONS, ".options.new", ".log", OLD_LOG, ".lock"];
+const SUFFIXES: [&str; 12] = [
+    ".control",
+    ".nbd",
+    ".vhost",
+    ".json",
+    ".json.new",
+    OPTIONS,
+    ".options.new",
+    OWNER,
+    ".owner.new",
+    ".log",
+    OLD_LOG,
+    ".lock",
+];
 /// The attach options, for the next daemon of the device.
 const OPTIONS: &str = ".options";
+/// The name of the daemon for the storage of its image ([`StateFile::owner`](crate::info::StateFile::owner)).
+const OWNER: &str = ".owner";
 /// The log of the previous daemon, if that daemon died.
 const OLD_LOG: &str = ".log.1";
 
