@@ -567,3 +567,38 @@ fn an_attach_waits_for_a_killed_user_of_the_image_only() {
     client::kill_and_wait(place.pid("a"), &[&image]);
     assert!(!has_user(daemon));
 }
+
+// Contract: exclusive
+#[test]
+fn the_backing_files_of_a_waiting_device_are_not_written() {
+    let place = Place::new("waiting-chain");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let base = place.image("base.img", 1 << 20);
+    let (top, other, third) = (path("top"), path("other"), path("third"));
+    let export = ["--export", "vhost-user-blk", "--name", "a"];
+    place.done(&[&["attach", &base, "--overlay", &top], &export[..]].concat());
+    place.done(&["attach", &base, "--overlay", &other, "--name", "b"]);
+    client::kill_and_wait(place.pid("a"), &[&top]);
+    let refused = |words: &[&str]| {
+        let line = place.refused(words);
+        assert!(line.contains("run `blkq recover a`"), "{words:?}: {line}");
+    };
+    refused(&["commit", "b"]);
+    let over_top = ["attach", &top, "--format", "qcow2", "--overlay", &third, "--name", "c"];
+    refused(&over_top);
+    place.done(&["detach", "b"]);
+    refused(&["attach", &base, "--name", "c"]);
+    let check_allowed = || {
+        for option in ["--read-only", "--shared"] {
+            place.done(&["attach", &base, option, "--name", "c"]);
+            place.done(&["detach", "c"]);
+        }
+    };
+    check_allowed();
+    place.done(&["recover", "a"]);
+    // The locks of a running device have the same effect.
+    check_allowed();
+    assert!(place.refused(&["attach", &base, "--name", "c"]).contains("base.img is in use"));
+    place.done(&["detach", "a"]);
+    place.done(&["attach", &base, "--name", "c"]);
+}

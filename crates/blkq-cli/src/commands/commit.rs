@@ -137,6 +137,7 @@ fn record<'a>(
     let options = options.read()?;
     let sector_bytes = begun.map_or(512, |begun| begun.sector_size);
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
+    dir.check_not_waiting(&state.name, &options)?;
     RecordedImage::add(dir, &state.name, number, &base.path.display().to_string(), &Record::new(&options)?)
 }
 

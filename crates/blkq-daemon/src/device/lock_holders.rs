@@ -3,14 +3,12 @@
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use blkq_drivers::DriverSpec;
-use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::backing::Window;
 use blkq_protocol::info::{FileId, StateFile};
-use blkq_protocol::options::{AttachOptions, Format, image_text};
-use blkq_protocol::state::{Fate, Found, StateDir, is_process_dying};
+use blkq_protocol::options::Format;
+use blkq_protocol::state::{StateDir, is_process_dying};
 
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
@@ -88,61 +86,6 @@ pub fn is_mounted(path: &Path) -> bool {
         || holders.is_ok_and(|mut holders| holders.next().is_some())
 }
 
-/// Refuses to use the image of `options` for the device `name` if the image belongs to another device that
-/// waits for its next daemon. No lock protects such an image, and its next daemon reissues I/O that would
-/// overwrite newer data.
-pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) -> Outcome {
-    for other in dir.names()?.into_iter().filter(|other| other != name) {
-        let Some(state) = dir.read_state(&other) else { continue };
-        // The state files of older versions have only the path.
-        let theirs = state.attach_options.as_ref().and_then(|record| record.read().ok());
-        let theirs = theirs.unwrap_or_else(|| AttachOptions {
-            image: DriverSpec::Image(PathBuf::from(&state.image)),
-            offset: 0,
-            size_limit: None,
-            shared: false,
-            read_only: false,
-            ..options.clone()
-        });
-        if !excludes(&theirs, state.file, options) {
-            continue;
-        }
-        if dir.is_handed_over(&other) {
-            return Err(Failure::new(format!(
-                "{} belongs to {other}, which is being handed over to a new daemon; detach {other} first",
-                image_text(&options.image)
-            )));
-        }
-        match dir.inspect(&other)? {
-            // Requests of this device's clients wait for its next daemon, which would reissue writes over
-            // newer data.
-            Found::Remains(remains)
-                if remains.state == Fate::Orphan || matches!(state.guest_options(), Ok(Some(_))) =>
-            {
-                return Err(remains.failure().during(image_text(&options.image)));
-            }
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-/// Whether two devices must not use their images at the same time. `file` is the image of `a` as recorded
-/// when it was attached: it may have been moved since.
-fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool {
-    let same = match (&a.image, &b.image) {
-        (DriverSpec::Image(one), DriverSpec::Image(other)) => {
-            let window =
-                |options: &AttachOptions| Window { offset: options.offset, size_limit: options.size_limit };
-            FileId::of(other).is_some_and(|other| [file, FileId::of(one)].contains(&Some(other)))
-                && window(a).overlaps(window(b))
-        }
-        (DriverSpec::Rbd(one), DriverSpec::Rbd(other)) => one == other && a.ceph_conf == b.ceph_conf,
-        _ => false,
-    };
-    same && !(a.shared && b.shared || a.read_only && b.read_only)
-}
-
 /// The other processes that hold locks on bytes of `window` of the file, sorted.
 fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
     let mut processes = numbers("/proc");
@@ -217,56 +160,7 @@ impl Lock {
 
 #[cfg(test)]
 mod tests {
-    use blkq_protocol::harness::options;
-    use blkq_protocol::info::DaemonState;
-    use blkq_protocol::options::Record;
-
     use super::*;
-
-    #[test]
-    fn a_file_has_one_device_by_whatever_name() {
-        let dir = blkq_protocol::harness::scratch("waiting");
-        let (image, link) = (dir.path().join("image"), dir.path().join("link"));
-        fs::write(&image, "x").unwrap();
-        fs::hard_link(&image, &link).unwrap();
-        let with = |image: &Path, more: &[&str]| {
-            options(&[&[image.to_str().unwrap(), "--export", "nbd"], more].concat())
-        };
-        let (one, other) = (with(&image, &[]), with(&link, &[]));
-        assert!(excludes(&one, None, &other));
-        let shared = ["--shared"];
-        assert!(excludes(&with(&image, &shared), None, &other));
-        assert!(!excludes(&with(&image, &shared), None, &with(&link, &shared)));
-        let readers = ["--read-only"];
-        assert!(excludes(&one, None, &with(&link, &readers)));
-        assert!(!excludes(&with(&image, &readers), None, &with(&link, &readers)));
-        assert!(!excludes(
-            &with(&image, &["--offset", "4096"]),
-            None,
-            &with(&link, &["--size-limit", "4096"])
-        ));
-        let gone = with(&dir.path().join("gone"), &[]);
-        assert!(!excludes(&one, None, &gone));
-        assert!(excludes(&gone, FileId::of(&image), &other), "the image was moved");
-        let rbd = |image| options(&[image, "--export", "nbd"]);
-        assert!(
-            excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/i"))
-                && !excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/j"))
-        );
-
-        // During a handover, no process holds a lock on the image.
-        let claim = dir.claim("a").unwrap();
-        let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: vec![], settings: vec![] };
-        claim.write_state(&state).unwrap();
-        assert_eq!(check_not_waiting(&dir, "b", &other), Ok(()));
-        let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
-        let why = check_not_waiting(&dir, "b", &other).unwrap_err().to_string();
-        assert!(why.contains("belongs to a, which is being handed over"), "{why}");
-        assert_eq!(check_not_waiting(&dir, "a", &other), Ok(()), "the next daemon may open the image");
-        drop(claim);
-        fs::remove_dir_all(dir.path()).unwrap();
-    }
 
     #[test]
     fn locks_are_read_as_the_kernel_shows_them() {

@@ -31,7 +31,6 @@ use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::device::autoclear::Autoclear;
-use crate::device::lock_holders;
 use crate::metrics::Endpoint;
 
 /// A daemon of another name may have been killed just before.
@@ -57,7 +56,7 @@ impl Device {
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let check = || lock_holders::check_not_waiting(claim.dir(), claim.name(), options);
+        let check = || claim.dir().check_not_waiting(claim.name(), options);
         // Check before opening the image, because opening may change it, and again when it is locked, because
         // a daemon may have exited in between.
         check()?;

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkq::text::shell_word;
@@ -179,6 +179,27 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
         }
         _ => error,
     })
+}
+
+/// The backing files of the qcow2 image at `image`, in order from the nearest, as absolute paths. The files are
+/// opened for reading and not locked. The list ends at a file that cannot be opened or read, or that `allowed`
+/// does not admit: the image cannot be served with it.
+pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut last = ImageFile::open(image, true);
+    while let Ok(mut file) = last
+        && let Ok(header) = read_header(&file)
+        && files.len() < DEPTH_MAX
+    {
+        prefer_link(&mut file, &header);
+        let Some(name) = header.backing else { break };
+        last = open_one(&file.path, &name, allowed);
+        files.extend(last.as_ref().map(|backing| backing.path.clone()).ok());
+        if name.format.as_deref() != Some("qcow2") {
+            break;
+        }
+    }
+    files
 }
 
 fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Opened, Error> {

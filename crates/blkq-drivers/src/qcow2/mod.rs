@@ -42,6 +42,7 @@ use crate::image_file::{
 };
 
 use bitmaps::store::Qcow2Bitmaps;
+pub use chain::backing_files;
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
 use io::env::Shared;

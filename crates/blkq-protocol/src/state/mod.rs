@@ -16,6 +16,7 @@ mod files;
 mod orphan;
 mod remains;
 mod upgrade;
+mod waiting;
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
