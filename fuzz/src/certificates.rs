@@ -1,6 +1,6 @@
 //! Certificates as an operator puts them into ca-cert.pem, and as clients send them. A certificate that cannot be read
 //! completely is refused, even if rustls reads it: rustls ignores extensions, for example keyUsage. Each authority that
-//! is accepted may be one.
+//! is accepted may be one, and only those that are valid now are used.
 //!
 //! Input: a PEM file, or a certificate in DER.
 // Contract: bounded-input
@@ -22,10 +22,11 @@ pub fn check(input: &[u8]) {
     };
     let count = certificates.len();
     let uses: Vec<Option<CertificateUse>> = certificates.iter().map(|it| CertificateUse::parse(it)).collect();
-    if let Ok(roots) = authorities(certificates, UnixTime::since_unix_epoch(Duration::from_secs(NOW_S))) {
-        assert_eq!(roots.len(), count);
+    if let Ok(found) = authorities(certificates, UnixTime::since_unix_epoch(Duration::from_secs(NOW_S))) {
+        assert_eq!((found.all.len(), found.valid.len() + found.outdated.len()), (count, count));
         let now = NOW_S as i64;
         assert!(uses.iter().flatten().all(|it| it.is_authority && it.may_sign_certificates()));
-        assert!(uses.iter().all(|it| it.is_some_and(|it| (it.not_before..=it.not_after).contains(&now))));
+        let valid = uses.iter().flatten().filter(|it| (it.not_before..=it.not_after).contains(&now));
+        assert_eq!((found.valid.len(), uses.iter().flatten().count()), (valid.count(), count));
     }
 }

@@ -100,6 +100,36 @@ fn the_quick_start_works_as_printed() {
 }
 
 #[test]
+fn an_expired_authority_does_not_keep_a_device_waiting() {
+    let place = Place::new("expired-authority");
+    place.quick_start();
+    place.done(&["detach", "disk.img"]);
+    let [image, server] =
+        ["disk.img", "server"].map(|name| place.dir.join(name).to_str().unwrap().to_owned());
+    let listen = format!("tcp:127.0.0.1:{}", free_port());
+    let attach = ["attach", &image, "--name", "d", "--export", "vhost-user-blk", "--export", "nbd"];
+    let attach = [&attach[..], &["--listen", &listen, "--tls-certificates", &server]].concat();
+    place.done(&attach);
+    place.shell_done(
+        "openssl x509 -in ca/ca-cert.pem -signkey ca/ca-key.pem -days -1 -out server/ca-cert.pem",
+    );
+    let taken_over = |words: &[&str]| {
+        let output = place.run(words);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.success() && errors.contains("warning: the clients of an authority"),
+            "{errors}"
+        );
+    };
+    taken_over(&["upgrade", "d"]);
+    kill(place.pid("d"));
+    taken_over(&["recover", "d"]);
+    place.done(&["detach", "d"]);
+    let line = place.refused(&attach);
+    assert!(line.contains("server/ca-cert.pem: certificate 1 in the file has expired"), "{line}");
+}
+
+#[test]
 fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     let place = Place::new("reload");
     let (_, port) = place.quick_start();

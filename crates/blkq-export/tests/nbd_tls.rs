@@ -210,6 +210,34 @@ fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> R
 }
 
 #[test]
+fn clients_of_an_expired_authority_are_refused() {
+    let pki = Pki::new();
+    pki.authority("other");
+    pki.issue("other", "guest", "clientAuth");
+    pki.revocations("ca");
+    let expired = ["x509", "-in", "ca-cert.pem", "-signkey", "ca-key.pem", "-days", "-1", "-out", "old.pem"];
+    pki.openssl(&expired);
+    let directory = pki.gather(
+        "expired",
+        &[&SERVER[..], &[("old.pem", "ca-cert.pem"), ("ca-crl.pem", "ca-crl.pem")]].concat(),
+    );
+    let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
+    let both = read("old.pem") + &read("other-cert.pem");
+    for (text, guest_is_served) in [(read("old.pem"), false), (both, true)] {
+        std::fs::write(directory.join("ca-cert.pem"), text).unwrap();
+        assert!(refusal(&directory).contains("certificate 1 in the file has expired"));
+        let certificates = TlsCertificates::load_valid_authorities(&directory).unwrap();
+        assert!(certificates.verifies_clients() && certificates.reload().is_err());
+        let [warning] = &certificates.warnings()[..] else { panic!("{:?}", certificates.warnings()) };
+        assert!(warning.contains("ca-cert.pem: certificate 1 in the file has expired"), "{warning}");
+        let tls = Some(TlsOptions { certificates, required: true });
+        let served = serve(ram(), 1, NbdOptions { tls, ..options() });
+        assert!(shake_hands(&pki, &served, "client", &[]).is_err());
+        assert_eq!(shake_hands(&pki, &served, "guest", &[]).is_ok(), guest_is_served);
+    }
+}
+
+#[test]
 fn key_usage_limits_what_client_certificates_can_do() {
     let pki = Pki::new();
     let client = ["basicConstraints=critical,CA:FALSE", "extendedKeyUsage=clientAuth"];

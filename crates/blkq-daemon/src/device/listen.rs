@@ -79,12 +79,16 @@ pub(super) fn exposed(address: &SocketAddr) -> Failure {
     no_server(blkq::Error::new(ErrorKind::Exposed, message))
 }
 
-pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
+/// `is_take_over`: the device was served before, so an authority that has expired since is only a warning.
+pub(super) fn tls(options: &AttachOptions, is_take_over: bool) -> Outcome<Option<TlsOptions>> {
     let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
     else {
         return Ok(None);
     };
-    let certificates = TlsCertificates::load(directory)?;
+    let certificates = match is_take_over {
+        true => TlsCertificates::load_valid_authorities(directory)?,
+        false => TlsCertificates::load(directory)?,
+    };
     Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
 }
 

@@ -20,7 +20,7 @@ pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
             add("image", format_refusal(error, options));
         }
     }
-    if let Err(failure) = tls(options) {
+    if let Err(failure) = tls(options, false) {
         add("tls-certificates", failure);
     }
     let has_certificates = options.tls_certificates.is_some();

@@ -51,7 +51,7 @@ impl Opened {
         let (journals, no_journals) = journals(options, claim.dir().path())?;
         let source = is_file.then(|| open(journals.clone())).transpose()?;
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
-        let tls = tls(options)?;
+        let tls = tls(options, claim.is_kept())?;
         let listen = sockets.nbd.iter().chain(&metrics).chain(&sockets.vhost);
         let mut needs = needs(options, listen.clone())?;
         let certificates = tls.iter().flat_map(|tls| directories_of(tls.certificates.directory()));

@@ -39,7 +39,7 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     {
         check_size(path, options.offset, bytes)?;
     }
-    tls(&options)?;
+    tls(&options, true)?;
     Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
 }
 

@@ -88,6 +88,7 @@ impl Servers {
             unserved.map(|error| format!("some or all queues of virtual machines are not served: {error}")),
         );
         warnings.extend(warn_of_access(options, &nbd_options, &servers.nbd, servers.vhost.as_ref()));
+        warnings.extend(nbd_options.tls.iter().flat_map(|tls| tls.certificates.warnings()));
         warnings.extend(closed);
         Ok((servers, warnings))
     }

@@ -58,6 +58,16 @@ impl PreparedCertificates {
 struct Loaded {
     config: Arc<ServerConfig>,
     verifies_clients: bool,
+    warnings: Vec<String>,
+}
+
+/// The effect of an authority in `ca-cert.pem` that has expired or is not valid yet.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outdated {
+    /// Loading fails.
+    Reject,
+    /// The clients of the authority are refused.
+    Exclude,
 }
 
 impl fmt::Debug for TlsCertificates {
@@ -73,9 +83,23 @@ impl TlsCertificates {
     /// # Errors
     /// Returns an error that names the file that is missing, cannot be used, or does not match the others.
     pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
+        TlsCertificates::read(directory, Outdated::Reject)
+    }
+
+    /// As [`TlsCertificates::load`], for a server that continues a device in use, which must not hang because of
+    /// an expired authority. Authorities that are not valid now are left out: their clients are refused, and
+    /// [`TlsCertificates::warnings`] names them.
+    ///
+    /// # Errors
+    /// The other errors of [`TlsCertificates::load`].
+    pub fn load_valid_authorities(directory: &Path) -> Result<TlsCertificates, Error> {
+        TlsCertificates::read(directory, Outdated::Exclude)
+    }
+
+    fn read(directory: &Path, outdated: Outdated) -> Result<TlsCertificates, Error> {
         let directory = std::path::absolute(directory)
             .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
-        let loaded = Arc::new(RwLock::new(Loaded::read(&directory)?));
+        let loaded = Arc::new(RwLock::new(Loaded::read(&directory, outdated)?));
         Ok(TlsCertificates { directory, loaded })
     }
 
@@ -92,7 +116,7 @@ impl TlsCertificates {
     /// The errors are those of [`TlsCertificates::reload`]; [`PreparedCertificates::install`] then cannot
     /// fail.
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
-        let loaded = Loaded::read(&self.directory)?;
+        let loaded = Loaded::read(&self.directory, Outdated::Reject)?;
         if self.verifies_clients() && !loaded.verifies_clients {
             let why = "the file was removed, and without it every client could connect without a certificate; \
                 put it back";
@@ -106,6 +130,11 @@ impl TlsCertificates {
         self.loaded.read().unwrap_or_else(PoisonError::into_inner).verifies_clients
     }
 
+    /// The authorities that were left out, one line each: see [`TlsCertificates::load_valid_authorities`].
+    pub fn warnings(&self) -> Vec<String> {
+        self.loaded.read().unwrap_or_else(PoisonError::into_inner).warnings.clone()
+    }
+
     /// The absolute path of the directory.
     pub fn directory(&self) -> &Path {
         &self.directory
@@ -117,10 +146,11 @@ impl TlsCertificates {
 }
 
 impl Loaded {
-    fn read(directory: &Path) -> Result<Loaded, Error> {
+    fn read(directory: &Path, outdated: Outdated) -> Result<Loaded, Error> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let identity = identity(directory, &provider)?;
-        let verifier = verifier(directory, &provider)?;
+        let mut warnings = Vec::new();
+        let verifier = verifier(directory, &provider, outdated, &mut warnings)?;
         let verifies_clients = verifier.is_some();
         let builder = ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -134,7 +164,7 @@ impl Loaded {
         // resumed.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Loaded { config: Arc::new(config), verifies_clients })
+        Ok(Loaded { config: Arc::new(config), verifies_clients, warnings })
     }
 }
 
@@ -181,6 +211,8 @@ fn unusable(error: &rustls::Error) -> String {
 fn verifier(
     directory: &Path,
     provider: &Arc<CryptoProvider>,
+    outdated: Outdated,
+    warnings: &mut Vec<String>,
 ) -> Result<Option<Arc<dyn ClientCertVerifier>>, Error> {
     let (authority, revoked) = (directory.join(AUTHORITY), directory.join(REVOKED));
     // A file that exists but cannot be read must be an error. If it counted as missing, clients would need no
@@ -192,13 +224,23 @@ fn verifier(
         );
         return if exists(&revoked) { Err(invalid(&revoked, &why)) } else { Ok(None) };
     }
-    let roots = authorities(read_all(&authority, "certificate")?, UnixTime::now())
+    let authorities = authorities(read_all(&authority, "certificate")?, UnixTime::now())
         .map_err(|why| invalid(&authority, &why))?;
-    let roots = Arc::new(roots);
-    let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
+    for why in &authorities.outdated {
+        let error = invalid(&authority, why);
+        if outdated == Outdated::Reject {
+            return Err(error);
+        }
+        warnings.push(format!("the clients of an authority are refused: {error}"));
+    }
+    // webpki accepts the clients of an expired authority, so only the valid ones are passed to it. It needs at
+    // least one.
+    let has_authority = !authorities.valid.is_empty();
+    let roots = Arc::new(if has_authority { authorities.valid } else { authorities.all.clone() });
+    let mut builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
     if exists(&revoked) {
         let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked, "revocation list")?;
-        if lists.iter().any(|list| !is_of(list, &roots)) {
+        if lists.iter().any(|list| !is_of(list, &authorities.all)) {
             let why = format_args!(
                 "the revocation list was issued by an authority that is not in {AUTHORITY}; add that authority, or replace the list"
             );
@@ -210,32 +252,45 @@ fn verifier(
         VerifierBuilderError::InvalidCrl(_) => invalid(&revoked, &e),
         _ => invalid(&authority, &e),
     })?;
-    Ok(Some(Arc::new(UsageVerifier(verifier))))
+    Ok(Some(Arc::new(UsageVerifier { inner: verifier, has_authority })))
 }
 
-/// Checks the authorities that may sign client certificates. webpki accepts any certificate of the file as an
-/// authority; a client's certificate there would let the client sign others. An error is text for a message,
-/// with the number of the first unusable certificate and the reason.
-pub fn authorities(
-    certificates: Vec<CertificateDer<'static>>,
-    now: UnixTime,
-) -> Result<RootCertStore, String> {
+/// The authorities that may sign client certificates.
+pub struct Authorities {
+    pub all: RootCertStore,
+    /// Those that are valid now.
+    pub valid: RootCertStore,
+    /// The others, as text for a message: the number of the certificate and the reason.
+    pub outdated: Vec<String>,
+}
+
+/// Checks the certificates of the file. webpki accepts any of them as an authority; a client's certificate
+/// there would let the client sign others. An error is text for a message, with the number of the first
+/// unusable certificate and the reason.
+pub fn authorities(certificates: Vec<CertificateDer<'static>>, now: UnixTime) -> Result<Authorities, String> {
     let now = now.as_secs() as i64;
-    let mut roots = RootCertStore::empty();
+    let mut found =
+        Authorities { all: RootCertStore::empty(), valid: RootCertStore::empty(), outdated: Vec::new() };
     for (number, certificate) in (1..).zip(certificates) {
         let named = |why: &str| format!("certificate {number} in the file {why}");
         let parsed = CertificateUse::parse(&certificate);
-        roots.add(certificate).map_err(|e| named(&format!("cannot be used: {}", unusable(&e))))?;
-        let why = match parsed.ok_or_else(|| named("is malformed"))? {
-            it if !it.is_authority => "is not an authority: its basicConstraints extension lacks CA:TRUE",
-            it if !it.may_sign_certificates() => "must not sign certificates: its keyUsage lacks keyCertSign",
-            it if it.not_after < now => "has expired; remove or replace it",
-            it if it.not_before > now => "is not valid yet; check the clock of this machine",
-            _ => continue,
-        };
-        return Err(named(why));
+        found.all.add(certificate).map_err(|e| named(&format!("cannot be used: {}", unusable(&e))))?;
+        let it = parsed.ok_or_else(|| named("is malformed"))?;
+        if !it.is_authority {
+            return Err(named("is not an authority: its basicConstraints extension lacks CA:TRUE"));
+        }
+        if !it.may_sign_certificates() {
+            return Err(named("must not sign certificates: its keyUsage lacks keyCertSign"));
+        }
+        if it.not_after < now {
+            found.outdated.push(named("has expired; remove or replace it"));
+        } else if it.not_before > now {
+            found.outdated.push(named("is not valid yet; check the clock of this machine"));
+        } else {
+            found.valid.extend(found.all.roots.last().cloned());
+        }
     }
-    Ok(roots)
+    Ok(found)
 }
 
 /// Whether `list` names one of `roots` as its issuer. True for a malformed list, which webpki rejects later.

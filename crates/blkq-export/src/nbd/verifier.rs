@@ -34,7 +34,11 @@ impl fmt::Display for UsageError {
 impl StdError for UsageError {}
 
 #[derive(Debug)]
-pub(super) struct UsageVerifier(pub Arc<dyn ClientCertVerifier>);
+pub(super) struct UsageVerifier {
+    pub inner: Arc<dyn ClientCertVerifier>,
+    /// Whether an authority is valid. If not, all clients are refused; `inner` does not check this.
+    pub has_authority: bool,
+}
 
 fn check_usage(
     own: &CertificateDer<'_>,
@@ -58,15 +62,15 @@ fn check_usage(
 
 impl ClientCertVerifier for UsageVerifier {
     fn offer_client_auth(&self) -> bool {
-        self.0.offer_client_auth()
+        self.inner.offer_client_auth()
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        self.0.client_auth_mandatory()
+        self.inner.client_auth_mandatory()
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.0.root_hint_subjects()
+        self.inner.root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -75,7 +79,10 @@ impl ClientCertVerifier for UsageVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.0.verify_client_cert(own, intermediates, now)?;
+        if !self.has_authority {
+            return Err(CertificateError::UnknownIssuer.into());
+        }
+        let verified = self.inner.verify_client_cert(own, intermediates, now)?;
         check_usage(own, intermediates)?;
         Ok(verified)
     }
@@ -86,7 +93,7 @@ impl ClientCertVerifier for UsageVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
+        self.inner.verify_tls12_signature(message, certificate, signature)
     }
 
     fn verify_tls13_signature(
@@ -95,10 +102,10 @@ impl ClientCertVerifier for UsageVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
+        self.inner.verify_tls13_signature(message, certificate, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
+        self.inner.supported_verify_schemes()
     }
 }
