@@ -38,6 +38,14 @@ pub trait Driver: Send + Sync {
         QUEUES_MAX
     }
 
+    /// Prepares for `queues` queues, for example opens a file for each. Called before these queues are opened, on
+    /// the thread that builds the disk or exchanges its driver. The threads of the queues may not be permitted to
+    /// open files. The default does nothing. If this fails, the disk is not built, or keeps its driver.
+    fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
+        let _ = queues;
+        Ok(())
+    }
+
     /// Opens a queue on the thread that will use it. If this fails, the disk is not opened.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 

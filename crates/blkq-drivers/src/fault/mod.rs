@@ -77,6 +77,10 @@ impl Driver for Fault {
         self.shared.inner.queues_max()
     }
 
+    fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
+        self.shared.inner.prepare_queues(queues)
+    }
+
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let (index, tags, wake) = (cx.index, cx.tags, cx.wake.clone());
         let inner = self.shared.inner.open_queue(cx)?;

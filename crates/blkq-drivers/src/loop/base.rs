@@ -15,14 +15,15 @@ use super::{Chosen, LoopDevice, bitmaps};
 
 impl LoopDevice {
     /// Makes a device of `size` bytes of the raw image at `path`. `file` has the image open for writing and
-    /// locked, and `synced` has it open a second time, for syncs. An image that is shorter than the device is
-    /// extended. `bitmaps` is the open bitmap file of the image; its dirty bitmaps are marked as in use.
+    /// locked. `synced` has it open twice more, for the syncs of control threads and of queue 0. An image that is
+    /// shorter than the device is extended. `bitmaps` is the open bitmap file of the image; its dirty bitmaps are
+    /// marked as in use.
     ///
     /// Fails with [`ErrorKind::Mismatch`] if the image is longer than the device, and with
     /// [`ErrorKind::Unsupported`] if its sectors are larger or it is a block device that is too small.
     pub(crate) fn of_base(
         file: File,
-        synced: File,
+        (synced, synced_by_queue): (File, File),
         bitmaps: Option<File>,
         path: PathBuf,
         size: u64,
@@ -69,7 +70,10 @@ impl LoopDevice {
             bitmaps,
             warnings: Vec::from_iter(warning),
         };
-        Ok(LoopDevice::assemble(image, &options, chosen))
+        let device = LoopDevice::assemble(image, &options, chosen);
+        // This succeeds, because the new device has no queues yet.
+        let _ = device.shared.synced_by_queues[0].set(synced_by_queue);
+        Ok(device)
     }
 
     /// Writes to the image on the calling thread. No queue may be in use.

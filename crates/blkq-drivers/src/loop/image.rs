@@ -1,6 +1,7 @@
 //! The files of the image that one queue has registered with its ring, and the submissions to them.
 
 use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use blkq::sync::atomic::Ordering::Relaxed;
@@ -21,7 +22,7 @@ const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 pub(super) struct Image {
     file: Arc<ImageFile>,
     slot: FileSlot,
-    /// The open file that is used for flushes: see [`Shared::synced`].
+    /// The open file that is used for flushes: see [`Shared::synced_by`].
     synced: FileSlot,
     align: u64,
     tail: Tail,
@@ -37,13 +38,14 @@ pub(super) struct Image {
 impl Image {
     pub fn open(
         shared: &Shared,
+        queue: u16,
         settings: QueueSettings,
         tags: usize,
         ring: &mut Registrar<'_>,
     ) -> Result<Image, Error> {
+        let synced = shared.synced_by(queue)?.as_fd();
         let mut slot = ring.register_file(settings.file.ring_file())?;
-        let mut synced =
-            ring.register_file(shared.synced.ring_file()).inspect_err(|_| ring.unregister_file(&mut slot))?;
+        let mut synced = ring.register_file(synced).inspect_err(|_| ring.unregister_file(&mut slot))?;
         let tail = Tail::open(settings.tail, settings.direct, ring).inspect_err(|_| {
             ring.unregister_file(&mut slot);
             ring.unregister_file(&mut synced);

@@ -159,6 +159,7 @@ impl LoopDevice {
             cache_unit: u64::from(image.physical_block).max(rustix::param::page_size() as u64),
             block_device,
             synced,
+            synced_by_queues: std::array::from_fn(|_| OnceLock::new()),
             state: Mutex::new(State {
                 file: Arc::new(image),
                 writable: !options.read_only,
@@ -225,8 +226,6 @@ impl LoopDevice {
         let (shared, path) = (&self.shared, self.path.display());
         // The last bytes may go through the page cache although the rest uses direct I/O.
         let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
-        // The kernel reports a failed write-back once to each open file. The flushes use this one, so an error
-        // that another open file has received is still reported here.
         if let Err(e) = shared.synced.sync() {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
@@ -373,6 +372,10 @@ impl Driver for LoopDevice {
             page_cache: state.mode.direct.is_none(),
             ..QueueLimits::default()
         }
+    }
+
+    fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
+        (0..queues as u16).try_for_each(|queue| self.shared.synced_by(queue).map(drop))
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {

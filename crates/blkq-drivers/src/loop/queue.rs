@@ -85,7 +85,7 @@ impl LoopQueue {
         ring.require(&OPERATIONS)?;
         let settings = shared.queue_settings();
         let (read_only, turns, calls_max) = (settings.read_only, settings.turns, settings.calls_max);
-        let image = Image::open(&shared, settings, tags, &mut ring)?;
+        let image = Image::open(&shared, index, settings, tags, &mut ring)?;
         Ok(LoopQueue {
             index,
             image,

@@ -1,12 +1,13 @@
 //! The state that a loop device shares with its queues.
 
+use std::fs::File;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use blkq::Wake;
 use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::{Mutex, lock as locked};
+use blkq::{Error, Wake};
 
 use crate::image_file::{DirectIo, ImageFile, Mode};
 
@@ -44,9 +45,12 @@ pub(super) struct Shared {
     /// The unit in which the page cache reads and writes, in bytes: a power of two.
     pub cache_unit: u64,
     pub block_device: bool,
-    /// The image, opened a second time and used only for syncs. The kernel reports a failed write-back once to
-    /// each open file, so an error that a FUA write has received is still reported to the next flush.
+    /// The image in an open file description of its own, which control threads use only for syncs. The kernel
+    /// reports a failed write-back once to each description. So the report to a FUA write, or to a flush whose
+    /// completion no thread has reaped yet, does not hide the loss from other syncs.
     pub synced: ImageFile,
+    /// The descriptions that the queues use only for syncs, by queue: see [`Shared::synced_by`].
+    pub synced_by_queues: [OnceLock<File>; QUEUES_MAX as usize],
     pub state: Mutex<State>,
     /// On a cache line of its own, because queues that only read use the fields around it.
     pub writer: CachePadded<WriterToken>,
@@ -108,6 +112,17 @@ impl Shared {
             read_only: state.read_only,
             turns,
         }
+    }
+
+    /// The image in the open file description for the syncs of `queue`, which is opened now if it is not open yet.
+    /// A confined thread cannot open it.
+    pub fn synced_by(&self, queue: u16) -> Result<&File, Error> {
+        let place = &self.synced_by_queues[usize::from(queue)];
+        if let Some(file) = place.get() {
+            return Ok(file);
+        }
+        let file = self.synced.reopen(false)?.into_file();
+        Ok(place.get_or_init(|| file))
     }
 
     /// See [`TailSettings::begin`].

@@ -103,7 +103,7 @@ impl DiskBuilder {
     }
 
     /// Builds the disk. Fails with [`ErrorKind::Invalid`] if the number of queues, the depth or the driver's
-    /// limits are invalid.
+    /// limits are invalid, and with the error of [`Driver::prepare_queues`].
     pub fn build(self) -> Result<Arc<Disk>, Error> {
         let DiskBuilder { driver, name, queues, shared_tags, settings, .. } = self;
         let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
@@ -118,6 +118,7 @@ impl DiskBuilder {
             return invalid(format!("depth must be 1 to {DEPTH_MAX}, not {}", settings.depth));
         }
         driver.limits().validate()?;
+        driver.prepare_queues(queues)?;
         let depth_max = settings.tags();
         let shared = shared_tags.then(|| {
             let tags = TagSet::new(depth_max);

@@ -67,9 +67,11 @@ impl Exchange<'_> {
 
     /// Replaces the driver of the disk with `driver`, and returns the old one. Each queue of the disk opens a
     /// queue of the new driver when it runs again. If it cannot, its requests fail, and [`Disk::broken`]
-    /// returns the reason. Fails as [`Exchange::check`] does; then nothing has changed.
+    /// returns the reason. Fails as [`Exchange::check`] and [`Driver::prepare_queues`] do; then nothing has
+    /// changed.
     pub fn replace(&self, driver: Arc<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
         self.check(&*driver)?;
+        driver.prepare_queues(self.disk.queue_count())?;
         self.disk.set_broken(None);
         Ok(std::mem::replace(&mut *lock(&self.disk.driver), driver))
     }

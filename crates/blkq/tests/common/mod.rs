@@ -72,6 +72,8 @@ pub struct State {
     shared_tags: bool,
     revocable: u32,
     pub prepared: Vec<&'static str>,
+    /// The number of queues for which the device was prepared.
+    prepared_queues: usize,
     /// The device refuses to change read-only.
     pub read_only_refused: bool,
     /// Called once, when the next queue is opened.
@@ -111,6 +113,7 @@ impl Device {
             shared_tags: false,
             revocable: 0,
             prepared: Vec::new(),
+            prepared_queues: 0,
             read_only_refused: false,
             on_open: None,
             violations: Vec::new(),
@@ -187,7 +190,14 @@ impl Driver for Device {
         self.state().limits.clone()
     }
 
+    fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
+        self.state().prepared_queues = queues;
+        Ok(())
+    }
+
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let is_prepared = |state: &State| usize::from(cx.index) < state.prepared_queues;
+        self.state().expect(is_prepared, "a queue was opened for which the device was not prepared");
         let random = Random::new(mix(self.state().behaviour.seed) ^ u64::from(cx.index));
         let device = self.clone();
         let on_open = self.state().on_open.take();

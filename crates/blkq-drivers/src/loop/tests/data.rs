@@ -1,5 +1,7 @@
 //! Tests of the data path: transfers, flushes, discards, ordering and errors.
 
+use std::time::Duration;
+
 use blkq::{BioFlags, Operation, Status, Tag};
 
 use super::*;
@@ -364,6 +366,30 @@ fn a_write_back_error_reported_to_a_fua_write_fails_flushes_too() {
     assert!(h.run(fua).0.is_err(), "the kernel reports it to this open file");
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     assert!(h.run(flush).0.is_err(), "an answered write is lost, and the flush does not report it");
+}
+
+/// The kernel reports lost pages once to each open file description, and a queue that got the report may reap the
+/// completion later than another queue reaps its own.
+// Contract: durability
+#[test]
+fn lost_pages_fail_the_syncs_of_all_queues_and_threads() {
+    let disk = FullDisk::new();
+    let device = open(&disk.image(), DirectIo::Off);
+    let mut queues = [0, 1].map(|index| Harness::open_index(&device, index).unwrap());
+    disk.fill();
+    for (h, offset) in queues.iter_mut().zip([4 * MIB, 8 * MIB]) {
+        let lost = h.write(offset, vec![pattern(MIB as usize, 1)]);
+        assert_eq!(h.run(lost).0, Ok(()));
+    }
+    let flushes = queues.each_mut().map(|h| h.bare(Operation::Flush, PLAIN, 0, 0));
+    let [first, second] = &mut queues;
+    first.start(&flushes[..1]);
+    // The kernel completes this flush, and the queue does not reap the completion yet.
+    first.ring.as_mut().unwrap().enter(1, Some(Duration::from_secs(60)));
+    assert!(second.run(flushes[1]).0.is_err(), "the flush does not report that an answered write is lost");
+    // `Lost` would be the report of an earlier failure, which a control thread may not see yet.
+    assert!(device.sync().is_err_and(|error| error.kind() != ErrorKind::Lost));
+    assert!(first.wait(flushes[0]).0.is_err());
 }
 
 // Contract: complete

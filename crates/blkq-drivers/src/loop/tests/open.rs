@@ -2,8 +2,29 @@
 
 use super::*;
 use crate::image_file::DirectAlign;
+use blkq::Disk;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
+
+/// The threads of the queues may be confined and unable to open files.
+#[test]
+fn files_for_syncs_are_opened_when_a_disk_is_built() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let descriptors = || {
+        let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+        entries
+            .filter(|entry| std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to == path))
+            .count()
+    };
+    let device = open(&path, DirectIo::Auto);
+    assert_eq!(descriptors(), 2);
+    let disk = Disk::builder(Box::new(device)).queues(3).build().unwrap();
+    assert_eq!(descriptors(), 5);
+    let queues: Vec<_> = (0..3).map(|index| disk.open_queue(index).unwrap()).collect();
+    assert_eq!(descriptors(), 5);
+    drop(queues);
+}
 
 // Contract: direct-io
 #[test]

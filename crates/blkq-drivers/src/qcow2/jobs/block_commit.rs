@@ -144,7 +144,7 @@ pub struct BlockCommit {
     /// A second descriptor of the base's open file description, which holds the lock. The lock can be changed
     /// after `target` is closed.
     base: File,
-    /// The open file description that the syncs of a raw target use, too.
+    /// The open file description that `LoopDevice::sync` of a raw target uses, too.
     synced: File,
     reader: BlockingReader,
     /// The regions to copy in this pass.
@@ -220,9 +220,8 @@ impl BlockCommit {
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
         loop {
             match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
-                // The kernel reports a write-back error once to each open file description. The descriptors
-                // of a raw target share theirs with `file`, so that the target's own sync would not report
-                // the error again.
+                // The kernel reports a write-back error once to each open file description. The sync of a raw
+                // target uses that of `file`, so it would not report the error again.
                 Ok(result) => return Ok(result.map_err(cannot)?),
                 Err(RecvTimeoutError::Timeout) => check_cancelled()?,
                 Err(RecvTimeoutError::Disconnected) => {

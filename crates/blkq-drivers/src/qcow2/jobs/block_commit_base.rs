@@ -142,7 +142,12 @@ impl Qcow2 {
         self.shared.files[1].check_not_truncated(bytes)?;
         if is_raw {
             let terms = self.terms.clone();
-            return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, size, terms)
+            // The queue needs an open file description that nothing else uses for syncs, such as that of the overlay. A
+            // confined process cannot open another.
+            let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
+            let own = self.shared.files[1].ring_file().try_clone_to_owned().map_err(cannot)?;
+            let synced = (files.synced, File::from(own));
+            return LoopDevice::of_base(files.image, synced, files.bitmaps, path, size, terms)
                 .map(|raw| Target::Raw(Box::new(raw)));
         }
         let qcow2 = self.of_base(files.image, &path, journals)?;

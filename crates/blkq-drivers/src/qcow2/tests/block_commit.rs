@@ -493,8 +493,8 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
     }
 }
 
-/// The kernel reports a write-back error once to each open file description, and the syncs of the commit
-/// share one.
+/// The kernel reports a write-back error once to each open file description. The syncs of the commit share one,
+/// and the queue of the base has another.
 // Contract: durability
 #[test]
 fn a_block_commit_reports_data_that_cannot_be_written_back() {
@@ -522,6 +522,10 @@ fn a_block_commit_reports_data_that_cannot_be_written_back() {
     }
     let error = commit.next_pass(&not_cancelled).unwrap_err().to_string();
     assert!(error.starts_with("cannot sync the backing file: "), "{error}");
+    let mut of_base = Harness::open(commit.driver().unwrap()).unwrap();
+    let flush = of_base.bare(Operation::Flush, PLAIN, 0, 0);
+    assert!(of_base.run(flush).0.is_err(), "the sync above hides the lost data from the flushes of the base");
+    drop(of_base);
     drop(commit);
     assert_eq!(h.read_back(4 * MIB, MIB as usize), pattern(MIB as usize, 1).to_vec());
 }
