@@ -19,6 +19,8 @@ struct KernelLoop(String);
 
 impl Drop for KernelLoop {
     fn drop(&mut self) {
+        // The read-only flag would stay for the next user of the loop device.
+        run("blockdev", &["--setrw", &self.0]);
         run("losetup", &["-d", &self.0]);
     }
 }
