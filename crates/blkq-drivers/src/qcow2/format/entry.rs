@@ -44,6 +44,17 @@ impl Entry {
             (_, false) => Entry::Data { host, copied },
         })
     }
+
+    /// The offsets of the clusters of the file to which the entry refers.
+    pub fn hosts(self, cluster_bits: u32) -> impl Iterator<Item = u64> {
+        let cluster = 1u64 << cluster_bits;
+        let range = match self {
+            Entry::Data { host, .. } | Entry::Zero { host: Some(host), .. } => host..host + cluster,
+            Entry::Compressed { host, bytes } => host - host % cluster..host + bytes,
+            Entry::Unallocated | Entry::Zero { host: None, .. } => 0..0,
+        };
+        range.step_by(cluster as usize)
+    }
 }
 
 /// The offset of the table that an entry of the L1 table or of the refcount table names. Fails with

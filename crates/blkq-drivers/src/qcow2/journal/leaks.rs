@@ -75,12 +75,13 @@ impl Leaks {
             return BTreeSet::new();
         }
         let bits = self.cluster_bits;
+        let hosts = |entry| Entry::parse(entry, bits).into_iter().flat_map(move |entry| entry.hosts(bits));
         let (mut used, mut unused) = (self.blocks, BTreeSet::new());
         for (old, new) in self.entries.values() {
-            used.extend(hosts(*new, bits));
+            used.extend(hosts(*new));
             // The old cluster of a changed entry still counts that reference: refcounts are decremented only
             // after the file has the new entry, and the record of the change is dropped by then.
-            unused.extend(hosts(*old, bits).filter(|_| old != new));
+            unused.extend(hosts(*old).filter(|_| old != new));
         }
         for (old, new) in self.l1.values() {
             used.insert(new & OFFSET);
@@ -90,14 +91,4 @@ impl Leaks {
         unused.retain(|host| !used.contains(host));
         unused
     }
-}
-
-fn hosts(entry: u64, cluster_bits: u32) -> impl Iterator<Item = u64> {
-    let cluster = 1u64 << cluster_bits;
-    let range = match Entry::parse(entry, cluster_bits) {
-        Ok(Entry::Data { host, .. } | Entry::Zero { host: Some(host), .. }) => host..host + cluster,
-        Ok(Entry::Compressed { host, bytes }) => host - host % cluster..host + bytes,
-        Ok(Entry::Unallocated | Entry::Zero { host: None, .. }) | Err(_) => 0..0,
-    };
-    range.step_by(cluster as usize)
 }

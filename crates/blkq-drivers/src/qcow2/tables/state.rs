@@ -345,17 +345,8 @@ impl State {
 
     /// Releases the clusters of `entry` of the active image. The next flush of the metadata frees them.
     pub fn release(&mut self, entry: Entry) {
-        let cluster = 1u64 << self.cluster_bits();
-        match entry {
-            Entry::Data { host, .. } | Entry::Zero { host: Some(host), .. } => {
-                self.writer.released.push(host)
-            }
-            Entry::Compressed { host, bytes } => {
-                let first = host - host % cluster;
-                self.writer.released.extend((first..host + bytes).step_by(cluster as usize));
-            }
-            Entry::Unallocated | Entry::Zero { host: None, .. } => {}
-        }
+        let bits = self.cluster_bits();
+        self.writer.released.extend(entry.hosts(bits));
     }
 
     /// Sets consecutive L2 entries of the active image. The first becomes `entry`; each further one refers to
