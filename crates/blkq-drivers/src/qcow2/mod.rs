@@ -8,7 +8,7 @@
 //! * `tables`: the tables of the image in memory. `chain` reads them from the files of a chain.
 //! * `io`: operations on the files, the tasks that use them, the queue, and the flush of metadata.
 //! * `bitmaps`: saves the persistent dirty bitmaps in the image.
-//! * `jobs`: recovery after a kill, overlays, external snapshots and block commit.
+//! * `jobs`: recovery after a kill or a power loss, overlays, external snapshots and block commit.
 
 mod bitmaps;
 mod chain;
@@ -92,6 +92,8 @@ struct Parts {
     slice_bytes: u64,
     terms: ClientTerms,
     read_only: bool,
+    /// Clients use the device already, and wait until it is open.
+    in_use: bool,
     warnings: Vec<String>,
 }
 
@@ -187,8 +189,8 @@ impl Qcow2 {
             terms.memory_align = terms.memory_align.max(align.map_or(1, DirectAlign::largest));
             chain.push(one.into_layer(align)?);
         }
-        let read_only = options.read_only;
-        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, warnings };
+        let (read_only, in_use) = (options.read_only, options.device_bytes.is_some());
+        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings };
         Qcow2::assemble(parts, journals, None)
     }
 
@@ -198,7 +200,7 @@ impl Qcow2 {
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
-        let Parts { chain, direct, writer, size, slice_bytes, terms, read_only, warnings } = parts;
+        let Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings } = parts;
         let (files, layers): (Vec<_>, Vec<_>) = chain.into_iter().unzip();
         let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
         let state = State { layers, cache, size, writer, flushes: 0, journal: None };
@@ -221,7 +223,7 @@ impl Qcow2 {
             warnings,
             bitmaps: ImageBitmaps(bitmaps),
         };
-        let device = device.begin_journal(journals, overlay)?;
+        let device = device.begin_journal(journals, overlay, in_use)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
         device.shared.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;

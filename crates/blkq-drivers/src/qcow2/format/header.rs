@@ -30,6 +30,8 @@ pub(in crate::qcow2) const NAME_MAX_BYTES: usize = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
 /// Bytes of an entry of the snapshot table without its variable-length fields.
 pub(in crate::qcow2) const SNAPSHOT_BYTES: u64 = 40;
+/// Most bytes of the extra data of a snapshot that the specification defines.
+pub(in crate::qcow2) const SNAPSHOT_EXTRA_MAX_BYTES: u64 = 24;
 
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
@@ -44,6 +46,7 @@ pub(in crate::qcow2) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 pub(in crate::qcow2) const EXTENSION_HEAD_BYTES: usize = 8;
 pub(in crate::qcow2) const BITMAPS_EXTENSION_BYTES: usize = 24;
 pub(in crate::qcow2) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(in crate::qcow2) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum Compression {

@@ -1,4 +1,5 @@
-//! The jobs that change a whole image: recovery after a kill, new overlays and external snapshots, and block commit.
+//! The jobs that change a whole image: recovery after a kill or a power loss, new overlays and external snapshots, and
+//! block commit.
 //! Names all other modules of the driver. Only `qcow2` itself depends on these: it exports their public types, and
 //! begins and ends the journal with `recover`.
 
@@ -6,6 +7,7 @@ pub(super) mod block_commit;
 pub(super) mod block_commit_base;
 pub(super) mod create;
 pub(super) mod empty;
+pub(super) mod leaked;
 pub(super) mod overlay;
 pub(super) mod recover;
 pub(super) mod replay;

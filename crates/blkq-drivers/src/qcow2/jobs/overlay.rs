@@ -150,8 +150,8 @@ impl Qcow2 {
         let direct = vec![mode.direct.is_some()];
         terms.buffered = mode.direct.is_none().then_some(mode.reason);
         chain.insert(0, top.into_layer(mode.direct)?);
-        let (read_only, warnings) = (false, Vec::new());
-        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, warnings };
+        let (read_only, in_use, warnings) = (false, true, Vec::new());
+        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings };
         Qcow2::assemble(parts, journals, overlay)
     }
 

@@ -1,10 +1,12 @@
-//! Recovery after a kill: applies the journal that a killed process left for an image, and begins a new one.
+//! Recovery: applies the journal that a killed process left for an image, or frees leaked clusters if the journal is
+//! lost, and begins a new one.
 
 use std::collections::BTreeSet;
 
 use blkq::Error;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
+use blkq::text::shell_word;
 
 use crate::errors::unsupported;
 use crate::qcow2::Qcow2;
@@ -16,12 +18,14 @@ use super::replay::replay;
 
 impl Qcow2 {
     /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
-    /// `overlay` is the overlay that a block commit commits into this image. Fails with
-    /// [`blkq::ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`.
+    /// `overlay` is the overlay that a block commit commits into this image. Unless the device is `in_use`, frees
+    /// leaked clusters if the journal is lost. Fails with [`blkq::ErrorKind::Unsupported`] if the image has a journal
+    /// and is opened for writing without `journals`.
     pub(in crate::qcow2) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
+        in_use: bool,
     ) -> Result<Qcow2, Error> {
         let (identity, tag) = (self.identity(), self.tag());
         if journals.is_none() && self.writable && tag != 0 {
@@ -40,7 +44,9 @@ impl Qcow2 {
         let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, self.file()));
         let found = found.transpose()?.flatten();
         let mut leaked = BTreeSet::new();
-        match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
+        let left = found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag));
+        let is_lost = tag != 0 && !matches!(left, Left::Records(_));
+        match left {
             Left::Nothing if tag != 0 => {
                 let place =
                     journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
@@ -78,6 +84,18 @@ impl Qcow2 {
         }
         if !self.writable {
             return Ok(self);
+        }
+        // The image has no journal meanwhile, so if this process is killed, the next one searches again.
+        if is_lost
+            && !in_use
+            && let Err(error) = self.free_leaked()
+        {
+            self.warnings.push(format!(
+                "{} was not closed, and clusters that leaked stay allocated: {error}; to find them, detach the \
+                 image and run `qemu-img check {}`",
+                self.path().display(),
+                shell_word(self.path())
+            ));
         }
         let journal = match found {
             None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),

@@ -1,6 +1,7 @@
 //! Kills of the process. Everything that the process has written stays in the file, any part of what is in
 //! flight may be there, and the journal is as it is in memory. The next process must find each write that
 //! completed, and leave an image in which qemu-img finds neither errors nor leaked clusters.
+// Contract: durability
 
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -181,7 +182,6 @@ fn live(kind: &str, backing: bool, seed: u64) {
     life.revive(&disk.files[0], &allowed, seed);
 }
 
-// Contract: durability
 #[test]
 fn completed_writes_survive_a_kill() {
     let kinds = [
@@ -202,7 +202,7 @@ fn write_and_die(device: &Qcow2) {
     die(device);
 }
 
-fn die(device: &Qcow2) {
+pub(super) fn die(device: &Qcow2) {
     device.superseded.store(true, Relaxed);
     device.file().unlock(&LOCKED);
 }
@@ -231,7 +231,6 @@ fn an_image_whose_journal_cannot_be_opened_keeps_it() {
     assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
 }
 
-// Contract: durability
 #[test]
 fn a_backing_file_that_lacks_writes_is_rejected() {
     if !has_qemu() {
@@ -306,7 +305,6 @@ fn a_missing_journal_is_reported_once() {
 }
 
 /// A kill at this point loses nothing, and must not be reported as a loss.
-// Contract: durability
 #[test]
 fn a_kill_while_the_journal_is_emptied_loses_nothing() {
     if !has_qemu() {
@@ -379,7 +377,6 @@ fn a_journal_is_void_after_another_program_wrote_to_the_image() {
     assert_eq!(std::fs::read_dir(directory.0.join("journals")).unwrap().count(), 0);
 }
 
-// Contract: durability
 #[test]
 fn an_ignored_journal_of_a_backing_file_is_reported() {
     if !has_qemu() {
@@ -401,7 +398,7 @@ fn an_ignored_journal_of_a_backing_file_is_reported() {
     assert!(warnings.iter().any(|line| line.starts_with(&expected)), "{warnings:?}");
 }
 
-// Contract: durability, errors
+// Contract: errors
 #[test]
 fn a_journal_that_cannot_be_applied_leaves_the_image_unchanged() {
     if !has_qemu() {
@@ -446,7 +443,6 @@ fn a_journal_of_a_removed_file_is_not_reported() {
     assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
 
-// Contract: durability
 #[test]
 fn qemu_img_check_leaves_the_journal_valid() {
     if !has_qemu() {
@@ -469,7 +465,6 @@ fn qemu_img_check_leaves_the_journal_valid() {
 }
 
 /// All writes begin before the refcounts are in memory, so that none of them has changed a table yet.
-// Contract: durability
 #[test]
 fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     if !has_qemu() {

@@ -6,6 +6,7 @@ mod chains;
 mod control;
 mod data;
 mod kill;
+mod leaked;
 mod power;
 
 use std::fs::File;
