@@ -2,7 +2,8 @@
 //! writes ensures that an image after a power loss has everything that was flushed, and at worst clusters to
 //! which nothing refers:
 //!
-//! 1. Write the refcounts, then sync. The sync also makes the data of new clusters and new L2 tables durable.
+//! 1. Sync, if the header has a new tag, without which the next attach would not search for leaked clusters. Write
+//!    the refcounts, then sync. This also makes the data of new clusters and new L2 tables durable.
 //! 2. Write the entries of the refcount table for new refcount blocks, then sync.
 //! 3. Write the L2 and L1 entries. Sync if the caller asks for it or clusters were released.
 //! 4. Decrement the refcounts of released clusters in memory. Only now may the clusters be reused.
@@ -39,6 +40,7 @@ pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResu
 /// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
 /// returned true.
 pub(in crate::qcow2) async fn flush_refcounts(env: &Env) -> IoResult {
+    sync_tag(env).await?;
     let dirty = env.state().cache.take_dirty(Table::Refcounts);
     write_slices(env, dirty).await?;
     sync(env).await
@@ -52,6 +54,12 @@ pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
     synced.map(drop)
 }
 
+/// Makes a new tag in the header durable before the file gets refcounts of clusters that may leak.
+async fn sync_tag(env: &Env) -> IoResult {
+    let is_new = std::mem::take(&mut env.state().writer.tag_is_new);
+    if is_new { sync(env).await } else { Ok(()) }
+}
+
 /// Begins a flush. Returns false if another task is flushing. Fails with [`Status::Io`] after a failed sync.
 pub(in crate::qcow2) fn begin(state: &mut State) -> Result<bool, Status> {
     if state.writer.failed {
@@ -61,6 +69,7 @@ pub(in crate::qcow2) fn begin(state: &mut State) -> Result<bool, Status> {
 }
 
 async fn write_all(env: &Env, durable: bool) -> IoResult {
+    sync_tag(env).await?;
     // The epoch that this flush begins must be idle: I/O left from its last use would be counted as new.
     while !env.state().writer.released.is_empty() && !env.shared.epochs.may_turn() {
         env.io.wait().await;

@@ -160,15 +160,18 @@ impl Qcow2 {
     }
 
     /// Changes the tag in the header, without a sync. A power loss may undo this, but it destroys the journal
-    /// too.
+    /// too. The next flush of the metadata makes a new tag durable.
     pub(in crate::qcow2) fn set_tag(&self, tag: u32) -> Result<(), Error> {
-        if self.tag() == tag {
+        let old = self.tag();
+        if old == tag {
             return Ok(());
         }
         self.shared.run("change its header", async move |env| {
             allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
         })?;
-        if let Ok(tables) = locked(&self.shared.state).top_mut() {
+        let mut state = locked(&self.shared.state);
+        state.writer.tag_is_new |= old == 0;
+        if let Ok(tables) = state.top_mut() {
             tables.header.tag = tag;
         }
         Ok(())

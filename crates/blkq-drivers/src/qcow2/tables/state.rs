@@ -106,6 +106,8 @@ pub(in crate::qcow2) struct Writer {
     /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
     /// nothing more is written to the tables. Never cleared.
     pub failed: bool,
+    /// A power loss may undo the change of the header that gave the image a tag.
+    pub tag_is_new: bool,
 }
 
 impl Writer {
