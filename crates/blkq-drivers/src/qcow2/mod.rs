@@ -312,6 +312,8 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         fresh_from: if block_device { u64::MAX } else { file_bytes.div_ceil(1 << bits) },
         extended_to: (!block_device).then_some(file_bytes),
         clusters_max: if block_device { file_bytes >> bits } else { 1 << (56 - bits) },
+        // Only the page cache may have it.
+        tag_is_new: top.header().is_some_and(|header| header.tag != 0),
         ..Writer::default()
     })
 }

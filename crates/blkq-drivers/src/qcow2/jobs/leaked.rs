@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use blkq::sync::lock as locked;
-use blkq::{Error, Status};
+use blkq::{Error, ErrorKind, Status};
 
 use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
@@ -19,6 +19,7 @@ use crate::qcow2::format::header::{
     L1_MAX_BYTES, SNAPSHOT_BYTES, SNAPSHOT_EXTRA_MAX_BYTES, extensions, u32_at, u64_at,
 };
 use crate::qcow2::io::allocate::{Clusters, free_unused};
+use crate::qcow2::io::flush_metadata::sync;
 use crate::qcow2::io::operations::Op;
 use crate::qcow2::tables::refcounts::refcount;
 use crate::qcow2::tables::state::State;
@@ -27,6 +28,8 @@ use crate::qcow2::tables::state::State;
 const CLUSTERS_MAX: u64 = 128 << 20;
 /// The device cannot be used meanwhile.
 const TIME_MAX: Duration = Duration::from_secs(20);
+/// Most clusters that are freed at once, so that the time is checked in between.
+const RUN_MAX: usize = 1 << 16;
 /// References to a cluster are counted up to this number.
 const REFERENCES_MAX: u8 = 0x7f;
 /// Added to the number of references: the cluster is an L2 table, or has leaked if there are none.
@@ -44,21 +47,26 @@ struct References<'a> {
 }
 
 impl Qcow2 {
-    /// Frees the leaked clusters, durably. Until then, a kill or power loss leaves an image that can be searched
-    /// again. Fails without a change of the refcounts if the tables cannot be read, contradict each other or may have
-    /// references that blkq does not know. After an error while the refcounts are written, some clusters are free.
-    pub(in crate::qcow2) fn free_leaked(&self) -> Result<(), Error> {
+    /// Frees the leaked clusters, durably, and returns their number. Until then, a kill or power loss leaves an image
+    /// that can be searched again. Fails without a change of the refcounts if the tables cannot be read, contradict
+    /// each other or may have references that blkq does not know, and with [`ErrorKind::Mismatch`] if a cluster in use
+    /// could be allocated again. After an error while the refcounts are written, some clusters are free.
+    pub(in crate::qcow2) fn free_leaked(&self) -> Result<u64, Error> {
         let deadline = Instant::now() + TIME_MAX;
+        // The killed process may have written tables that are not durable. A cluster to which only older tables refer
+        // must not be freed before them.
+        self.shared.run("make its tables durable", async |env| sync(&env).await)?;
         let counts = find_leaked(self.file(), &locked(&self.shared.state), deadline)?;
-        if !counts.contains(&FLAG) {
-            return Ok(());
+        let leaked = counts.iter().filter(|count| **count == FLAG).count() as u64;
+        if leaked == 0 {
+            return Ok(0);
         }
         // A journal in another directory may refer to leaked clusters, and must not be applied from now on.
         self.set_tag(self.tag().wrapping_add(1).max(1))?;
         let freed = self.shared.run("free leaked clusters", async move |env| {
             let bits = env.state().cluster_bits();
             let mut next = 0;
-            for run in counts.chunk_by(|one, other| one == other) {
+            for run in counts.chunk_by(|one, other| one == other).flat_map(|run| run.chunks(RUN_MAX)) {
                 let (host, count) = (next << bits, run.len() as u64);
                 next += count;
                 if run[0] != FLAG {
@@ -75,7 +83,7 @@ impl Qcow2 {
             Ok(())
         });
         self.flush_all_metadata()?;
-        freed
+        freed.map(|()| leaked)
     }
 }
 
@@ -127,11 +135,10 @@ impl References<'_> {
     fn add(&mut self, offset: u64, bytes: u64, times: u8) -> Result<(), Error> {
         let end = offset.saturating_add(bytes).div_ceil(1 << self.cluster_bits);
         for cluster in offset >> self.cluster_bits..end {
-            let count = self.counts.get_mut(cluster as usize).filter(|_| cluster < self.in_file);
-            let Some(count) = count else {
-                let message = format!("cluster {cluster} is used, but is not in the file or has no refcount");
-                return Err(malformed(message));
-            };
+            if cluster >= self.in_file {
+                return Err(malformed(format!("cluster {cluster} is used, but is not in the file")));
+            }
+            let Some(count) = self.counts.get_mut(cluster as usize) else { return Err(too_low(cluster)) };
             let references = (*count & REFERENCES_MAX).saturating_add(times).min(REFERENCES_MAX);
             *count = *count & FLAG | references;
         }
@@ -227,8 +234,7 @@ impl References<'_> {
                 for (index, count) in counts.iter_mut().enumerate() {
                     let (references, refcount) = (*count & REFERENCES_MAX, refcount(&part, index, order));
                     if refcount < u64::from(references) {
-                        let cluster = first + index;
-                        return Err(malformed(format!("the refcount of cluster {cluster} is too low")));
+                        return Err(too_low((first + index) as u64));
                     }
                     *count = if references == 0 && refcount > 0 { FLAG } else { 0 };
                 }
@@ -236,7 +242,7 @@ impl References<'_> {
         }
         // The refcounts in holes are 0.
         match self.counts.iter().position(|count| count & REFERENCES_MAX > 0) {
-            Some(cluster) => Err(malformed(format!("the refcount of cluster {cluster} is 0"))),
+            Some(cluster) => Err(too_low(cluster as u64)),
             None => Ok(()),
         }
     }
@@ -259,6 +265,10 @@ impl References<'_> {
         }
         Ok(parts)
     }
+}
+
+fn too_low(cluster: u64) -> Error {
+    Error::new(ErrorKind::Mismatch, format!("the refcount of cluster {cluster} is too low"))
 }
 
 fn invalid_entry(entry: u64) -> Error {

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use blkq::Error;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::text::shell_word;
+use blkq::{Error, ErrorKind};
 
-use crate::errors::unsupported;
+use crate::errors::{malformed, unsupported};
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::allocate;
@@ -86,16 +86,24 @@ impl Qcow2 {
             return Ok(self);
         }
         // The image has no journal meanwhile, so if this process is killed, the next one searches again.
-        if is_lost
-            && !in_use
-            && let Err(error) = self.free_leaked()
-        {
-            self.warnings.push(format!(
-                "{} was not closed, and clusters that leaked stay allocated: {error}; to find them, detach the \
-                 image and run `qemu-img check {}`",
-                self.path().display(),
-                shell_word(self.path())
-            ));
+        if is_lost {
+            let (shown, word) = (self.path().display(), shell_word(self.path()));
+            let freed = if in_use { Err(unsupported("its clients wait")) } else { self.free_leaked() };
+            let warning = match freed {
+                Ok(0) => None,
+                Ok(freed) => Some(format!("{shown} was not closed; {freed} clusters that leaked were freed")),
+                Err(error) if error.kind() == ErrorKind::Mismatch => {
+                    return Err(malformed(format!(
+                        "{shown} was not closed, and {error}; repair it with `qemu-img check -r all {word}`, or \
+                         open it read-only"
+                    )));
+                }
+                Err(error) => Some(format!(
+                    "{shown} was not closed, and clusters that leaked stay allocated: {error}; to find them, \
+                     detach the image and run `qemu-img check {word}`"
+                )),
+            };
+            self.warnings.extend(warning);
         }
         let journal = match found {
             None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),
@@ -170,7 +178,8 @@ impl Qcow2 {
             allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
         })?;
         let mut state = locked(&self.shared.state);
-        state.writer.tag_is_new |= old == 0;
+        // The old tag may not be durable either.
+        state.writer.tag_is_new = true;
         if let Ok(tables) = state.top_mut() {
             tables.header.tag = tag;
         }
