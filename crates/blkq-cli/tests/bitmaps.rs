@@ -232,10 +232,10 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     place.done(&["bitmap", "remove", "r", "b0"]);
     place.done(&["detach", "r"]);
     assert_eq!(fs::metadata(&file).unwrap().len(), 0, "the file must be empty without bitmaps");
-    let uri = attached().0;
-    qemu_io("raw", &uri, &["write -P 1 0 64k"]);
     // A daemon that was killed while it created the file leaves it empty.
     fs::write(&file, "").unwrap();
+    let uri = attached().0;
+    qemu_io("raw", &uri, &["write -P 1 0 64k"]);
     place.done(&["bitmap", "add", "r", "b0"]);
     place.done(&["bitmap", "add", "r", "b1", "--granularity", "4K"]);
     qemu_io("raw", &uri, &["write -P 2 1M 4k", "discard 2M 64k", "write -P 3 8191k 1k"]);

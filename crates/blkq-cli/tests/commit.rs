@@ -331,13 +331,15 @@ fn send_file(stream: &UnixStream, bytes: &[u8], file: &fs::File) {
     sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
 }
 
-/// A daemon that names `victim` as the backing file to open. Returns the files that each commit sends to it.
-fn liar(socket: &Path, victim: String) -> Receiver<Vec<fs::File>> {
+/// A daemon that names `victim` as the backing file to open, and answers `show` with `shown`. Returns the files that
+/// each command sends to it.
+fn liar(socket: &Path, victim: String, shown: String) -> Receiver<Vec<fs::File>> {
     let listener = UnixListener::bind(socket).unwrap();
     let (sender, brought) = channel();
     std::thread::spawn(move || {
         for mut stream in listener.incoming().map(Result::unwrap) {
             let (sender, victim) = (sender.clone(), fs::File::open(&victim).unwrap());
+            let shown = shown.clone();
             std::thread::spawn(move || {
                 let mut request = String::new();
                 BufReader::new(&stream).read_line(&mut request).unwrap();
@@ -346,6 +348,12 @@ fn liar(socket: &Path, victim: String) -> Receiver<Vec<fs::File>> {
                         send_file(&stream, b"{\"ok\":null}\n", &victim);
                         sender.send(receive_files(&stream)).unwrap();
                     }
+                    r#"{"command":"bitmap-file"}"# => {
+                        stream.write_all(b"{\"ok\":null}\n").unwrap();
+                        sender.send(receive_files(&stream)).unwrap();
+                        stream.write_all(b"{\"ok\":null}\n").unwrap();
+                    }
+                    r#"{"command":"show"}"# => stream.write_all(shown.as_bytes()).unwrap(),
                     r#"{"command":"bitmaps"}"# => stream.write_all(b"{\"ok\":[]}\n").unwrap(),
                     _ => stream.write_all(b"{\"ok\":null}\n").unwrap(),
                 }
@@ -366,7 +374,7 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     place.done(&["detach", "d"]);
     kept.restore();
     fs::write(place.state().join("d.lock"), "").unwrap();
-    let brought = liar(&place.state().join("d.control"), victim.clone());
+    let brought = liar(&place.state().join("d.control"), victim.clone(), String::new());
     let inodes = |words: &[&str]| {
         let output = place.run(words);
         let files = brought.recv().unwrap();
@@ -387,6 +395,31 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-b", "", &top]);
     let (none, why) = inodes(&["commit", "d"]);
     assert!(none.is_empty() && why.contains("has no backing file"), "{why}");
+    // There is no device to detach.
+    fs::remove_dir_all(place.state()).unwrap();
+}
+
+#[test]
+fn a_daemon_that_lies_gets_no_bitmap_file_of_another_image() {
+    let place = Place::new("bitmap-liar");
+    let (image, victim) = (place.image("image", 1 << 20), place.image("victim", 1 << 20));
+    place.done(&["attach", &image, "--name", "d"]);
+    let shown = place.ask("d", b"{\"command\":\"show\"}\n").replace(&image, &victim);
+    let kept = place::client::keep_state(&place, "d");
+    place.done(&["detach", "d"]);
+    kept.restore();
+    fs::write(place.state().join("d.lock"), "").unwrap();
+    let brought = liar(&place.state().join("d.control"), victim.clone(), shown);
+    place.done(&["bitmap", "add", "d", "b"]);
+    assert!(!fs::exists(format!("{victim}.bitmaps")).unwrap(), "the daemon chose which file is created");
+    let own = format!("{image}.bitmaps");
+    let inodes: Vec<u64> =
+        brought.recv().unwrap().iter().map(|file| file.metadata().unwrap().ino()).collect();
+    assert_eq!(inodes, [fs::metadata(&own).unwrap().ino()]);
+    // A file with other content is not handed over.
+    fs::write(&own, "an image").unwrap();
+    let line = place.refused(&["bitmap", "add", "d", "b"]);
+    assert!(line.contains("is not a bitmap file") && brought.try_recv().is_err(), "{line}");
     // There is no device to detach.
     fs::remove_dir_all(place.state()).unwrap();
 }

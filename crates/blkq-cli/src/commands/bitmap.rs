@@ -133,18 +133,23 @@ impl Args {
 }
 
 /// Sends the daemon of a raw image the file for its bitmaps, because the daemon is confined and cannot open
-/// it. A daemon that got the file at attach keeps that one.
+/// it. A daemon that got the file at attach keeps that one. Image and options come from the state file, not
+/// from the daemon: a client that has taken over the daemon could choose which file this command opens.
 fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     let info: DeviceInfo = ask(dir, name, &Request::Show {})?;
-    let options = info.attach_options.as_ref().map(Record::read).transpose()?;
-    let is_raw = |options: AttachOptions| {
-        matches!(options.image, DriverSpec::Image(_)) && options.format != Some(Format::Qcow2)
+    let Some(state) = dir.read_state(name) else { return Ok(()) };
+    let options = state.attach_options.as_ref().map(Record::read).transpose()?;
+    let has_file = |options: AttachOptions| {
+        let is_image = matches!(options.image, DriverSpec::Image(_));
+        is_image && options.format != Some(Format::Qcow2) && !options.read_only
     };
-    let is_file = fs::metadata(info.image_path()).is_ok_and(|image| image.is_file());
-    if info.read_only || !is_file || !options.is_some_and(is_raw) {
+    let image = state.image_path();
+    let is_file = fs::metadata(&image).is_ok_and(|image| image.is_file());
+    // A device that was attached writable may be read-only now.
+    if info.read_only || !is_file || !options.is_some_and(has_file) {
         return Ok(());
     }
-    let file = BitmapFile::open_or_create(&info.image_path())?;
+    let file = BitmapFile::open_or_create(&image)?;
     let files: Vec<_> = file.file().map(AsFd::as_fd).into_iter().collect();
     Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&files).and_then(|done| done)?;
     file.keep();

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use blkq_drivers::r#loop::is_bitmap_file;
 use blkq_protocol::failure::{Failure, Outcome};
 
 use super::attach::create::NewImage;
@@ -22,7 +23,15 @@ impl BitmapFile {
         // block.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         match File::options().read(true).write(true).custom_flags(flags).open(&path) {
-            Ok(file) => Ok(Some(BitmapFile::Found(file))),
+            // The daemon gets the file for writing, so it must not be an image that has this name.
+            Ok(file) => match is_bitmap_file(&file) {
+                Ok(true) => Ok(Some(BitmapFile::Found(file))),
+                Ok(false) => {
+                    let shown = path.display();
+                    Err(Failure::new(format!("{shown} is not a bitmap file; move it away or remove it")))
+                }
+                Err(e) => Err(Failure::new(format!("cannot read {}: {e}", path.display()))),
+            },
             Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
                 Ok(None)
             }

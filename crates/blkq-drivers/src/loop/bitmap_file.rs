@@ -31,6 +31,19 @@ fn path_for(image: &Path) -> PathBuf {
     path.into()
 }
 
+/// Whether `file` is a regular file that is empty or begins as a file with the dirty bitmaps of a raw image does.
+///
+/// # Errors
+/// The I/O error of the file.
+pub fn is_bitmap_file(file: &File) -> io::Result<bool> {
+    if !file.metadata()?.is_file() {
+        return Ok(false);
+    }
+    let mut magic = [0; MAGIC.len()];
+    let bytes = file.read_at(&mut magic, 0)?;
+    Ok(bytes == 0 || magic == *MAGIC)
+}
+
 impl BitmapFile {
     /// Opens and locks the bitmap file of `image`, if it exists. Fails with [`blkq::ErrorKind::Invalid`] if it is
     /// not a regular file, with [`blkq::ErrorKind::Format`] if it is not a bitmap file, and with
@@ -90,9 +103,7 @@ impl BitmapFile {
 
     /// Rejects a file that is not empty and does not begin with the magic.
     fn check_magic(&self) -> Result<(), Error> {
-        let mut magic = [0; MAGIC.len()];
-        let bytes = self.file.read_at(&mut magic, 0).map_err(|e| self.failed("read", e))?;
-        if bytes == 0 || magic == *MAGIC {
+        if is_bitmap_file(&self.file).map_err(|e| self.failed("read", e))? {
             return Ok(());
         }
         Err(malformed(format!("{} is not a bitmap file; it is left unchanged", self.path.display())))

@@ -45,6 +45,7 @@ use crate::image_file::{
 };
 
 pub use crate::image_file::DirectIo;
+pub use bitmap_file::is_bitmap_file;
 use bitmaps::FileBitmaps;
 pub use counters::{LoopCounters, LoopSnapshot};
 use options::Window;
