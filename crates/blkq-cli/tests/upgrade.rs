@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::place::client::{keep_state, kept_image, kill_and_wait};
+use crate::place::client::{keep_state, kept_image, kill_and_wait, run};
 use crate::place::{self, Place, kill};
 use serde_json::json;
 
@@ -289,6 +289,52 @@ fn a_device_of_the_program_before_is_served_by_this_one() {
     }
     place.done(&["detach", "d"]);
     assert_eq!(place.files(), <[String; 0]>::default());
+}
+
+// Contract: data
+#[test]
+fn no_daemon_continues_with_another_file() {
+    let place = Place::new("upgrade-replaced");
+    fs::create_dir(place.dir.join("images")).unwrap();
+    let [first, second, third] = ["images/1", "images/2", "images/3"].map(|name| {
+        let image = place.dir.join(name).to_str().unwrap().to_owned();
+        run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1M"]);
+        image
+    });
+    let link = place.dir.join("link");
+    let lead_to = |image: &str| {
+        let _ = fs::remove_file(&link);
+        std::os::unix::fs::symlink(image, &link).unwrap();
+    };
+    lead_to(&first);
+    let attach = ["attach", link.to_str().unwrap(), "--format", "qcow2", "--export", "vhost-user-blk"];
+    place.done(&[&attach[..], &["--name", "d"]].concat());
+    let pid = place.pid("d");
+    let refused = |command: &str| {
+        let line = place.refused(&[command, "d"]);
+        assert!(line.contains("another file is at ") && line.contains("`blkq detach d`"), "{line}");
+    };
+    lead_to(&second);
+    refused("upgrade");
+    lead_to(&first);
+    let moved = place.dir.join("moved");
+    fs::rename(&first, &moved).unwrap();
+    fs::rename(&third, &first).unwrap();
+    refused("upgrade");
+    assert_eq!(place.pid("d"), pid, "the old daemon still serves the device");
+    kill(pid);
+    refused("recover");
+    fs::rename(&moved, &first).unwrap();
+    lead_to(&second);
+    refused("recover");
+    lead_to(&first);
+    // The file system was mounted again, and has another number.
+    let mut options = place::client::state(&place, "d.options");
+    options["images"][0]["file"]["device"] = json!([4095, 7]);
+    fs::write(place.state().join("d.options"), options.to_string()).unwrap();
+    place.done(&["recover", "d"]);
+    place.done(&["upgrade", "d"]);
+    place.done(&["detach", "d"]);
 }
 
 // Contract: exclusive

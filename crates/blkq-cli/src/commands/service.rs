@@ -59,9 +59,15 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
         }
         // The daemon was killed, or has handed the device to this process, which continues with its settings.
         (Some(Fate::Dead), options) => {
-            let state = dir.read_state(name);
+            let (state, options) = (dir.read_state(name), options?);
+            // A virtual machine continues with the disk.
+            if let Some(state) = &state
+                && state.guest_options()?.is_some()
+            {
+                state.check_image(&options.image, false)?;
+            }
             let settings = state.map(|state| state.settings).unwrap_or_default();
-            D::succeed(name, &options?, settings, inherited, parent)?
+            D::succeed(name, &options, settings, inherited, parent)?
         }
         (None, options) => D::start(&options?, inherited, parent)?,
     };

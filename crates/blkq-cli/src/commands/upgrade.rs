@@ -75,14 +75,19 @@ impl Args {
         // that attaches the device as a new one.
         let _lock = dir.lock_upgrade(name, !self.service)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
-        check::<D>(dir, name)?;
         // The state file is read after the answer: a daemon that has just started writes it before it
         // answers.
         let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| {
             Failure::new("cannot read the state file of the device; detach the device and attach it again")
         })?;
+        if let Some(block_device) = &state.ublk {
+            let options = attach_options(&state)?;
+            state.check_image(&options.image, true)?;
+            D::check_take_over(&options, block_device)?;
+        }
         let guest = state.guest_options()?;
         if let Some(options) = &guest {
+            state.check_image(&options.image, true)?;
             D::check_successor(dir, options, before.size)?;
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, name, guest)?;
@@ -196,10 +201,4 @@ impl DeviceWithoutDaemon<'_> {
              `blkq recover {name}`"
         ))
     }
-}
-
-fn check<D: Serve>(dir: &StateDir, name: &str) -> Outcome {
-    let Some(state) = dir.read_state(name) else { return Ok(()) };
-    let Some(block_device) = &state.ublk else { return Ok(()) };
-    D::check_take_over(&attach_options(&state)?, block_device)
 }

@@ -9,7 +9,7 @@ use blkq_drivers::DriverSpec;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export, Record};
 
 pub use file_id::FileId;
@@ -333,11 +333,35 @@ impl StateFile {
     pub fn image_path(&self) -> PathBuf {
         image_path(&self.image, self.attach_options.as_ref())
     }
+
+    /// Checks that the next daemon would open the image that the device has used, with `image` from its options.
+    /// Clients that continue with another file would write the data that they have cached to it. `is_open` says
+    /// whether a daemon still has the image open. Passes if the image is no file, if its file was not recorded, or
+    /// if there is no file at the path.
+    pub fn check_image(&self, image: &DriverSpec, is_open: bool) -> Outcome {
+        let (DriverSpec::Image(path), Some(before)) = (image, self.file) else { return Ok(()) };
+        let Some(now) = FileId::of(path).filter(|now| *now != before) else { return Ok(()) };
+        // Once the image is closed, a mount may change the number of its file system, and a block device may get
+        // a new node.
+        let may_be_same = || {
+            FileId::of(self.image_path()) != Some(before)
+                && (now.inode == before.inode || !FileId::is_permanent(path))
+        };
+        if !is_open && may_be_same() {
+            return Ok(());
+        }
+        Err(Failure::new(format!(
+            "another file is at {} now, and clients of the device would write their cached data to it; move the image \
+             back, or run `blkq detach {}` and attach the new file",
+            path.display(),
+            self.name
+        )))
+    }
 }
 
 /// The path that `text` shows. If the path is not UTF-8, it is taken from the options, which have all its
 /// bytes.
-fn image_path(text: &str, options: Option<&Record>) -> PathBuf {
+pub(crate) fn image_path(text: &str, options: Option<&Record>) -> PathBuf {
     let options = options.filter(|_| text.contains(char::REPLACEMENT_CHARACTER)).map(Record::read);
     match options {
         Some(Ok(AttachOptions { image: DriverSpec::Image(path), .. })) => path,

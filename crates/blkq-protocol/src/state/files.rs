@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
-use crate::info::{BlockDevice, DaemonState, FileId, StateFile};
+use crate::info::{BlockDevice, DaemonState, FileId, StateFile, image_path};
 use crate::options::Record;
 
 /// The version of the `NAME.options` format that this program reads and writes.
@@ -75,7 +75,8 @@ struct ImageEntry {
 
 impl ImageEntry {
     fn new(number: u64, path: &str, options: &Record) -> ImageEntry {
-        ImageEntry { number, path: path.to_owned(), file: FileId::of(path), options: options.clone() }
+        let file = FileId::of(image_path(path, Some(options)));
+        ImageEntry { number, path: path.to_owned(), file, options: options.clone() }
     }
 }
 
