@@ -526,6 +526,13 @@ fn an_image_whose_path_is_not_text_is_known_to_every_command() {
     done(&place, &[&attach[..], &["c"], &["--overlay"]].concat(), &[&clone, &raw]);
     done(&place, &["commit", "c"], &[]);
     done(&place, &["detach"], &[&raw]);
+    // As with other words, the command does not choose one of several devices.
+    done(&place, &[&attach[..], &["a", "--read-only"]].concat(), &[&raw]);
+    done(&place, &[&attach[..], &["b", "--read-only"]].concat(), &[&raw]);
+    let refused = place.command(&["detach"]).arg(&raw).output().unwrap();
+    let line = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && line.contains("is attached as a, b"), "{line}");
+    place.done(&["detach", "a", "b"]);
     let unknown = place.command(&["show"]).arg(&raw).output().unwrap();
     assert_eq!(unknown.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("no such device"));

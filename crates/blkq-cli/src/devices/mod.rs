@@ -94,8 +94,13 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
 /// `word` is ambiguous: several devices have that image, or it is the name of one device and the image or the
 /// node of another.
 pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
-    let target = Target::of(word);
-    if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
+    name_of_bytes(dir, OsStr::new(word))
+}
+
+fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
+    let target = Target::of(bytes);
+    let name = bytes.to_str().filter(|name| check_name(name).is_ok());
+    if let Some(word) = name.filter(|name| dir.file(name, ".lock").exists()) {
         if target.exists() && !target.is(dir, word) {
             let others = target.devices(dir)?;
             if let Some(other) = others.first() {
@@ -123,14 +128,15 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
         [] => Ok(None),
         [name] => Ok(Some(name.clone())),
         names => {
-            Err(Failure::new(format!("{word} is attached as {}; use one of these names", names.join(", "))))
+            let (word, names) = (bytes.display(), names.join(", "));
+            Err(Failure::new(format!("{word} is attached as {names}; use one of these names")))
         }
     }
 }
 
 /// A word of the user, interpreted as an image or an export.
 struct Target<'a> {
-    word: &'a str,
+    word: &'a OsStr,
     path: &'a Path,
     file: Option<FileId>,
     /// `/dev/WORD`, or the target of that link.
@@ -138,7 +144,7 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    fn of(word: &str) -> Target<'_> {
+    fn of(word: &OsStr) -> Target<'_> {
         let node = Path::new("/dev").join(word);
         let node = node.canonicalize().unwrap_or(node);
         let path = Path::new(word);
@@ -151,7 +157,7 @@ impl Target<'_> {
 
     fn is(&self, dir: &StateDir, name: &str) -> bool {
         let is_at = |exports: &[String]| {
-            exports.iter().any(|export| export == self.word || Path::new(export) == self.node)
+            exports.iter().any(|export| OsStr::new(export) == self.word || Path::new(export) == self.node)
         };
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
             Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
@@ -170,23 +176,17 @@ impl Target<'_> {
 }
 
 /// A word that refers to a device, as text. A word that is not UTF-8 can only be the path of an image; it is
-/// replaced by the name of the device that has the image.
-pub fn word_of(word: &OsStr) -> String {
-    let name_of_image = || {
-        let (dir, file) = (StateDir::locate().ok()?, FileId::of(word)?);
-        let has_image = |name: &String| {
-            dir.read_state(name).is_some_and(|state| FileId::of(state.image_path()) == Some(file))
-        };
-        dir.names().ok()?.into_iter().find(has_image)
-    };
-    match word.to_str() {
-        Some(text) => text.to_owned(),
-        None => name_of_image().unwrap_or_else(|| word.to_string_lossy().into_owned()),
+/// replaced by the name of the device that has the image. Fails as [`name_of`].
+pub fn word_of(word: &OsStr) -> Outcome<String> {
+    if let Some(text) = word.to_str() {
+        return Ok(text.to_owned());
     }
+    let name = name_of_bytes(&StateDir::locate()?, word)?;
+    Ok(name.unwrap_or_else(|| word.to_string_lossy().into_owned()))
 }
 
 pub fn device_parser() -> impl TypedValueParser<Value = String> {
-    OsStringValueParser::new().map(|word| word_of(&word))
+    OsStringValueParser::new().try_map(|word| word_of(&word))
 }
 
 /// As [`name_of`], for a device that must exist.

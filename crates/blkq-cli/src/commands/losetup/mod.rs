@@ -241,7 +241,7 @@ impl Args {
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }
             Action::Detach(devices) => self.detach(devices, command, |device| {
-                let name = name_of(&dir, &word_of(device))?;
+                let name = name_of(&dir, &word_of(device)?)?;
                 detach::detach(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
             Action::DetachAll => {
@@ -270,7 +270,7 @@ impl Args {
     }
 
     fn show(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
-        match find(dir, &word_of(device)) {
+        match word_of(device).and_then(|word| find(dir, &word)) {
             Ok(Some(info)) => self.print(&[info], false).map(|()| ExitCode::SUCCESS),
             Ok(None) => Err(no_such_device(device)),
             Err(failure) => {
@@ -412,7 +412,7 @@ fn sector_size(bytes: u64) -> Outcome<SectorSize> {
 }
 
 fn existing(dir: &StateDir, device: &OsStr) -> Outcome<DeviceInfo> {
-    find(dir, &word_of(device))?.ok_or_else(|| no_such_device(device))
+    find(dir, &word_of(device)?)?.ok_or_else(|| no_such_device(device))
 }
 
 fn no_such_device(device: &OsStr) -> Failure {
