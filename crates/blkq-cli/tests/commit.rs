@@ -425,6 +425,27 @@ fn a_daemon_that_lies_gets_no_bitmap_file_of_another_image() {
 }
 
 #[test]
+fn a_daemon_that_lies_changes_no_other_device() {
+    let place = Place::new("name-liar");
+    let (image, other) = (place.image("image", 1 << 20), place.image("other", 1 << 20));
+    place.done(&["attach", &other, "--name", "other"]);
+    place.done(&["attach", &image, "--name", "d"]);
+    let shown = place.ask("d", b"{\"command\":\"show\"}\n");
+    let shown = shown.replace("\"name\":\"d\"", "\"name\":\"other\"");
+    let kept = place::client::keep_state(&place, "d");
+    place.done(&["detach", "d"]);
+    kept.restore();
+    fs::write(place.state().join("d.lock"), "").unwrap();
+    let _brought = liar(&place.state().join("d.control"), image, shown);
+    place.done(&["losetup", "--direct-io=off", "d"]);
+    let log = fs::read_to_string(place.state().join("other.log")).unwrap();
+    assert!(!log.contains("set direct-io"), "{log}");
+    place.done(&["detach", "other"]);
+    // There is no other device to detach.
+    fs::remove_dir_all(place.state()).unwrap();
+}
+
+#[test]
 fn a_daemon_commits_only_into_its_backing_file() {
     let place = Place::new("commit-changed");
     let (base, top) = (place.image("base", 1 << 20), path(&place, "top"));

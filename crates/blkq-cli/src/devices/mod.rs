@@ -79,8 +79,9 @@ pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
 
 /// Describes the device `name`. Returns `None` if there is no such device.
 pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
-    if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
-        return Ok(Some(Entry::Device(info)));
+    if let Called::Answered(info) = call::<DeviceInfo>(dir, name, &Request::Show {})? {
+        // Commands act on the device of this name, even if its daemon was taken over and reports another name.
+        return Ok(Some(Entry::Device(Box::new(DeviceInfo { name: name.to_owned(), ..info }))));
     }
     Ok(match dir.inspect(name)? {
         Found::Nothing => None,
