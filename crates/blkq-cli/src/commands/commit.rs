@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
+use blkq_drivers::qcow2::{BaseFiles, OpenedBase, backing_file, open_base};
 use blkq_protocol::control::bitmaps::BitmapInfo;
 use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use blkq_protocol::info::{CommitInfo, DeviceInfo, StateFile};
+use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, StateFile};
 use blkq_protocol::options::{Backing as BackingChain, Record};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{Signal, Signals};
@@ -96,8 +96,9 @@ impl Args {
     }
 
     /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps. The name of the
-    /// backing file comes from the header of the image that the state file names, not from the daemon: a
-    /// client that has taken over the confined daemon could choose which file this command opens.
+    /// backing file comes from the header of the image that the state file names, and the file must be the
+    /// recorded one: a client that has taken over the confined daemon can change the header, and could choose
+    /// which file the daemon gets for writing.
     fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
@@ -110,6 +111,14 @@ impl Args {
             let hint = "add --backing-chain allow if you trust the author of the image";
             Failure::of(e, ErrorKind::BackingFile, hint)
         })?;
+        let opened = base.files.image.metadata().ok().map(|metadata| FileId::from(&metadata));
+        if state.backing.is_some() && state.backing != opened {
+            return Err(Failure::new(format!(
+                "{} does not match the backing file of the device; move that file back, or detach the device and attach \
+                 it again",
+                base.path.display()
+            )));
+        }
         if !base.has_bitmap_file {
             return Ok((base, None));
         }
@@ -138,7 +147,10 @@ fn record<'a>(
     let sector_bytes = begun.map_or(512, |begun| begun.sector_size);
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
     dir.check_not_waiting(&state.name, &options)?;
-    RecordedImage::add(dir, &state.name, number, &base.path.display().to_string(), &Record::new(&options)?)
+    let below = base.qcow2.then(|| backing_file(&base.path, options.backing_chain.into())).flatten();
+    let below = below.map(FileId::from);
+    let (path, options) = (base.path.display().to_string(), Record::new(&options)?);
+    RecordedImage::add(dir, &state.name, number, &path, &options, below)
 }
 
 /// Waits for the reply, and calls `each` at least every [`TICK`]. The first signal cancels the commit; the

@@ -177,6 +177,7 @@ mod tests {
             settings: Vec::new(),
             number: None,
             file: None,
+            backing: None,
         };
         let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();
         assert_eq!((&options.image, options.queues), (&DriverSpec::Image("/images/a.img".into()), 2));

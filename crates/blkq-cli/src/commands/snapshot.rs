@@ -61,6 +61,8 @@ struct Wanted {
     path: PathBuf,
     /// The attach options of the device with the overlay as its image.
     options: Record,
+    /// The image of the device, which becomes the backing file.
+    backing: Option<FileId>,
 }
 
 /// A snapshot in progress. Dropping closes the control socket, so that the device keeps its old image, and
@@ -188,7 +190,8 @@ impl Args {
             ..options
         };
         options.check()?;
-        Ok(Wanted { name, path, options: Record::new(&options)? })
+        let backing = FileId::of(info.image_path());
+        Ok(Wanted { name, path, options: Record::new(&options)?, backing })
     }
 }
 
@@ -296,15 +299,15 @@ type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 impl<'a> Begun<'a> {
     /// Creates the file of the overlay, and lets the daemon flush the device, which still serves I/O.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
-        let Wanted { name, path, options, .. } = wanted;
+        let Wanted { name, path, options, backing } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
         // The overlay must be recorded before the request: this command may be killed while the daemon
         // switches to the overlay, and the next daemon needs its options.
         let number = dir.next_image(name);
-        let recorded =
-            RecordedImage::add(dir, name, number, &path.display().to_string(), options).map_err(of)?;
+        let recorded = RecordedImage::add(dir, name, number, &path.display().to_string(), options, *backing)
+            .map_err(of)?;
         let request = Request::Snapshot { options: options.clone(), image: number };
         let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
         Ok(Begun { wanted, dialogue, file, recorded })
@@ -391,7 +394,7 @@ mod tests {
         let path = dir.file(name, ".new");
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
-        Wanted { name: name.to_owned(), path, options }
+        Wanted { name: name.to_owned(), path, options, backing: None }
     }
 
     #[test]

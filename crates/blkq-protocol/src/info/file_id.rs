@@ -32,7 +32,13 @@ impl FileId {
 
 impl From<&fs::Metadata> for FileId {
     fn from(metadata: &fs::Metadata) -> FileId {
-        let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
-        FileId { device, inode: metadata.ino() }
+        FileId::from((metadata.dev(), metadata.ino()))
+    }
+}
+
+/// From `st_dev` and `st_ino` of stat(2).
+impl From<(u64, u64)> for FileId {
+    fn from((device, inode): (u64, u64)) -> FileId {
+        FileId { device: (libc::major(device), libc::minor(device)), inode }
     }
 }

@@ -114,6 +114,9 @@ pub struct StateFile {
     /// The file of the image, if it was recorded.
     #[serde(skip)]
     pub file: Option<FileId>,
+    /// The file that was the backing file of the image when the image was recorded.
+    #[serde(skip)]
+    pub backing: Option<FileId>,
 }
 
 impl StateFile {

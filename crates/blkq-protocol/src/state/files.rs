@@ -25,6 +25,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::backing_file;
 use blkq_export::ublk::Identity;
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
@@ -33,7 +35,7 @@ use serde::{Deserialize, Serialize};
 use super::{OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, FileId, StateFile, image_path};
-use crate::options::Record;
+use crate::options::{Format, Record};
 
 /// The version of the `NAME.options` format that this program reads and writes.
 const VERSION: u32 = 1;
@@ -70,14 +72,39 @@ struct ImageEntry {
     /// The file that was at `path`; it may have been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
+    /// The backing file of the image. The header of the image does not decide which file a commit writes to,
+    /// because the daemon can change the header. Older versions did not record the backing file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    backing: Option<FileId>,
     options: Record,
 }
 
 impl ImageEntry {
-    fn new(number: u64, path: &str, options: &Record) -> ImageEntry {
+    fn new(number: u64, path: &str, options: &Record, backing: Option<FileId>) -> ImageEntry {
         let file = FileId::of(image_path(path, Some(options)));
-        ImageEntry { number, path: path.to_owned(), file, options: options.clone() }
+        ImageEntry { number, path: path.to_owned(), file, backing, options: options.clone() }
     }
+
+    /// The entry for the next daemon that serves this image. The backing file is still the recorded one.
+    fn succeeded_with(&self, options: &Record) -> ImageEntry {
+        let mut next = ImageEntry::new(self.number, &self.path, options, self.backing);
+        // The file system may have been mounted again, under another device number.
+        if let (Some(backing), Some(before), Some(now)) = (&mut next.backing, self.file, next.file)
+            && backing.device == before.device
+        {
+            backing.device = now.device;
+        }
+        next
+    }
+}
+
+/// The file that the image of `options` names as its backing file, if it has one.
+fn backing_of(options: &Record) -> Option<FileId> {
+    let options = options.read().ok()?;
+    let DriverSpec::Image(image) = &options.image else { return None };
+    let is_qcow2 = options.format == Some(Format::Qcow2);
+    let backing = is_qcow2.then(|| backing_file(image, options.backing_chain.into())).flatten();
+    backing.map(FileId::from)
 }
 
 impl OptionsFile {
@@ -116,7 +143,7 @@ impl OptionsFile {
             None => (0, None, Vec::new(), Vec::new()),
         };
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
-        let file = image.as_ref().and_then(|image| image.file);
+        let (file, backing) = image.as_ref().map_or((None, None), |image| (image.file, image.backing));
         let (image, attach_options) = image.map(|image| (image.path, image.options)).unzip();
         StateFile {
             name: name.to_owned(),
@@ -131,6 +158,7 @@ impl OptionsFile {
             settings,
             number,
             file,
+            backing,
         }
     }
 }
@@ -195,9 +223,16 @@ impl StateDir {
         Some(self.read_options(name).ok()?.next_number())
     }
 
-    /// Records that the device `name` may switch to the image at `path`, with `options`, under `number`.
-    /// Fails if another command has taken that number.
-    pub fn add_image(&self, name: &str, number: u64, path: &str, options: &Record) -> Outcome {
+    /// Records that the device `name` may switch to the image at `path`, with `options` and `backing` as its
+    /// backing file, under `number`. Fails if another command has taken that number.
+    pub fn add_image(
+        &self,
+        name: &str,
+        number: u64,
+        path: &str,
+        options: &Record,
+        backing: Option<FileId>,
+    ) -> Outcome {
         let current = self.read_state(name).and_then(|state| state.number);
         self.change_options(name, |file| {
             if file.next_number() > number {
@@ -205,7 +240,7 @@ impl StateDir {
                     "another command is switching the device to a new image; try again",
                 ));
             }
-            file.add(ImageEntry::new(number, path, options), current);
+            file.add(ImageEntry::new(number, path, options, backing), current);
             Ok(())
         })
     }
@@ -288,17 +323,19 @@ impl StateDir {
         // version that wrote no `NAME.options`.
         let current = self.read_state(name).and_then(|state| state.number);
         let before = current.and_then(|_| self.read_options(name).ok());
-        if let Some(before) = &before
-            && before.ublk == ublk
-            && let Some(same) = before.images.iter().find(|image| Some(image.number) == current)
-            && *same == ImageEntry::new(same.number, path, options)
-        {
-            return Ok(same.number);
+        let mut served = before.iter().flat_map(|before| &before.images);
+        let same = served.find(|image| Some(image.number) == current && image.path == path);
+        let entry = match same {
+            Some(same) => same.succeeded_with(options),
+            None => ImageEntry::new(0, path, options, backing_of(options)),
+        };
+        if before.as_ref().is_some_and(|before| before.ublk == ublk) && same == Some(&entry) {
+            return Ok(entry.number);
         }
         let mut file = before.unwrap_or(OptionsFile { version: VERSION, ublk: None, images: Vec::new() });
         file.ublk = ublk;
         let number = file.next_number();
-        file.add(ImageEntry::new(number, path, options), current);
+        file.add(ImageEntry { number, ..entry }, current);
         let new = self.file(name, ".options.new");
         let written = write_new(&new, &file).and_then(|_| fs::rename(&new, self.file(name, ".options")));
         written.map_err(failure)?;
@@ -413,15 +450,20 @@ mod tests {
         let file = dir.write_state("a", &daemon_state(0)).unwrap();
         assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0), "the entry exists");
         assert_eq!(dir.next_image("a"), Some(1));
-        dir.add_image("a", 1, "/second", &second).unwrap();
-        assert!(dir.add_image("a", 1, "/second", &second).unwrap_err().to_string().contains("try again"));
+        let backing = FileId::of(&dir.0);
+        dir.add_image("a", 1, "/second", &second, backing).unwrap();
+        assert!(
+            dir.add_image("a", 1, "/second", &second, backing).unwrap_err().to_string().contains("try again")
+        );
         let image = || dir.read_state("a").map(|state| (state.image, state.attach_options));
         assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon has not switched");
         overwrite_state(&file, &daemon_state(1)).unwrap();
         assert_eq!(image(), Some(("/second".to_owned(), Some(second.clone()))));
+        assert_eq!(dir.write_options("a", "/second", &second, None), Ok(1), "the next daemon");
+        assert_eq!(dir.read_state("a").unwrap().backing, backing);
         // The image that the device serves stays, no matter how many commands were killed.
         for number in 2..200 {
-            dir.add_image("a", number, "/other", &record("/other")).unwrap();
+            dir.add_image("a", number, "/other", &record("/other"), None).unwrap();
         }
         assert_eq!(image(), Some(("/second".to_owned(), Some(second))));
         assert_eq!(dir.read_options("a").unwrap().images.len(), IMAGES_MAX);
@@ -468,7 +510,7 @@ mod tests {
                 scope.spawn(|| {
                     let add = |_| {
                         let number = dir.next_image("a").unwrap();
-                        let added = dir.add_image("a", number, "/second", &first);
+                        let added = dir.add_image("a", number, "/second", &first, None);
                         let refused = |failure: &Failure| failure.to_string().contains("try again");
                         assert!(added.as_ref().err().is_none_or(refused), "{added:?}");
                         added.is_ok().then_some(number)

@@ -9,7 +9,7 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error, IoBuffer};
 
 use crate::errors::unsupported;
-use crate::image_file::ImageFile;
+use crate::image_file::{ImageFile, LockKind};
 use crate::r#loop::LoopDevice;
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
@@ -47,8 +47,8 @@ pub struct OpenedBase {
 ///
 /// # Errors
 /// [`blkq::ErrorKind::Unsupported`] if the image has no backing file; [`blkq::ErrorKind::BackingFile`] if
-/// `allowed` does not admit it; [`blkq::ErrorKind::Claimed`] if the kernel uses it; the error of opening one of
-/// the files.
+/// `allowed` does not admit it; [`blkq::ErrorKind::Claimed`] if the kernel uses it; [`blkq::ErrorKind::Busy`] if
+/// another process writes to it; the error of opening one of the files.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
     let mut top = ImageFile::open(image, true)?;
     let header = read_header(&top)?;
@@ -61,6 +61,7 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     let base = found.reopen(true)?;
     let synced = found.reopen(false)?.into_file();
     base.check_unclaimed(&LOCKED, false)?;
+    base.lock(&LOCKED, LockKind::Shared, false)?;
     let qcow2 = name.format.as_deref() == Some("qcow2");
     Ok(OpenedBase {
         path: base.path.clone(),
@@ -68,6 +69,16 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
         has_bitmap_file: !qcow2 && !base.block_device,
         files: BaseFiles { image: base.into_file(), synced, bitmaps: None },
     })
+}
+
+/// The backing file of the qcow2 image at `image`, as the header of `image` names it: the device number of its file
+/// system, and its inode. `None` if the image has none, the file cannot be opened, or `allowed` does not admit it.
+/// Takes no locks.
+pub fn backing_file(image: &Path, allowed: BackingChain) -> Option<(u64, u64)> {
+    let mut file = ImageFile::open(image, true).ok()?;
+    let header = read_header(&file).ok()?;
+    prefer_link(&mut file, &header);
+    open_one(&file.path, &header.backing?, allowed).ok().map(|backing| backing.identity)
 }
 
 /// The driver of the base, which is served after the pivot.
