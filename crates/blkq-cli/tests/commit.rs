@@ -474,6 +474,30 @@ fn a_daemon_commits_only_into_its_backing_file() {
     assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));
 }
 
+// Contract: data
+#[test]
+fn a_commit_into_a_linked_image_keeps_its_backing_file() {
+    let place = Place::new("commit-linked");
+    let [base, other, middle, link, top] =
+        ["base", "d/base", "d/middle", "link", "top"].map(|name| path(&place, name));
+    fs::create_dir(path(&place, "d")).unwrap();
+    fs::write(&base, vec![1; 1 << 20]).unwrap();
+    fs::write(&other, vec![2; 1 << 20]).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-F"];
+    run("qemu-img", &[&create[..], &["raw", "-b", "base", &middle]].concat());
+    std::os::unix::fs::symlink("d/middle", &link).unwrap();
+    run("qemu-img", &[&create[..], &["qcow2", "-b", "link", &top]].concat());
+    let uri = place.done(&["attach", &top, "--format", "qcow2", "--name", "d"]);
+    let mut client = Client::new(&uri, "d");
+    client.write(1, 3);
+    assert_eq!(place.done(&["commit", "d"]), format!("{link}\n"));
+    assert_eq!((client.read(100), client.read(1)), (1, 3));
+    client.flush();
+    kill_and_wait(place.pid("d"), &[&middle]);
+    let mut client = Client::new(&place.done(&["recover", "d"]), "d");
+    assert_eq!((client.read(100), client.read(1)), (1, 3), "the next daemon has another backing file");
+}
+
 #[test]
 fn a_commit_into_version_2_warns_of_the_missing_journal() {
     let place = Place::new("commit-version-2");

@@ -32,7 +32,7 @@ pub struct BaseFiles {
 /// A base that was opened.
 #[derive(Debug)]
 pub struct OpenedBase {
-    /// Absolute, with all symbolic links resolved.
+    /// Absolute, with all symbolic links resolved unless the image is found through a link that must be kept.
     pub path: PathBuf,
     /// Whether the base is a qcow2 image; else it is raw.
     pub qcow2: bool,
@@ -57,12 +57,16 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
         let message = format!("{} cannot be committed: it has no backing file", top.path.display());
         return Err(unsupported(message));
     };
-    let found = open_one(&top.path, &name, allowed)?;
+    let mut found = open_one(&top.path, &name, allowed)?;
+    let qcow2 = name.format.as_deref() == Some("qcow2");
+    if qcow2 {
+        let header = read_header(&found)?;
+        prefer_link(&mut found, &header);
+    }
     let base = found.reopen(true)?;
     let synced = found.reopen(false)?.into_file();
     base.check_unclaimed(&LOCKED, false)?;
     base.lock(&LOCKED, LockKind::Shared, false)?;
-    let qcow2 = name.format.as_deref() == Some("qcow2");
     Ok(OpenedBase {
         path: base.path.clone(),
         qcow2,

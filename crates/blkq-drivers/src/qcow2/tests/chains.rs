@@ -103,10 +103,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     }
     // A block commit finds the same backing file.
     let base = |name| open_base(&path(name), BackingChain::OwnDirectory).unwrap().path;
-    assert_eq!(
-        [base("link"), base("d/middle"), base("top")],
-        [path("base"), path("d/base"), path("d/middle")]
-    );
+    assert_eq!([base("link"), base("d/middle"), base("top")], [path("base"), path("d/base"), path("link")]);
     // A new overlay cannot record the directory of the link.
     let refused = Base::open(&path("link"), ImageFormat::Qcow2).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
