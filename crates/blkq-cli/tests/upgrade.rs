@@ -337,6 +337,34 @@ fn no_daemon_continues_with_another_file() {
     place.done(&["detach", "d"]);
 }
 
+#[test]
+fn a_daemon_does_not_choose_what_the_next_one_reads() {
+    let place = Place::new("upgrade-backing");
+    let [base, other] = ["base", "other"].map(|name| place.image(name, 1 << 20));
+    let top = place.dir.join("top").display().to_string();
+    let rebase = |base: &str| {
+        run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", base, &top]);
+    };
+    let attach = ["attach", &base, "--overlay", &top, "--name", "d", "--export", "vhost-user-blk"];
+    place.done(&attach);
+    let pid = place.pid("d");
+    kill_and_wait(pid, &[&top]);
+    rebase(&other);
+    let line = place.refused(&["recover", "d"]);
+    assert!(line.contains(&format!("{other} is not the file that was the backing file of {top}")), "{line}");
+    rebase(&base);
+    place.done(&["recover", "d"]);
+    // Another file replaces the backing file.
+    let moved = place.dir.join("moved");
+    fs::rename(&base, &moved).unwrap();
+    fs::rename(&other, &base).unwrap();
+    let line = place.refused(&["upgrade", "d"]);
+    assert!(line.contains("is not the file that was the backing file"), "{line}");
+    fs::rename(&moved, &base).unwrap();
+    place.done(&["upgrade", "d"]);
+    place.done(&["detach", "d"]);
+}
+
 // Contract: exclusive
 #[test]
 fn the_image_of_a_killed_guest_device_waits_for_its_next_daemon() {

@@ -148,7 +148,7 @@ fn record<'a>(
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
     dir.check_not_waiting(&state.name, &options)?;
     let below = base.qcow2.then(|| backing_file(&base.path, options.backing_chain.into())).flatten();
-    let below = below.map(FileId::from);
+    let below = below.map(|(_, identity)| FileId::from(identity));
     let (path, options) = (base.path.display().to_string(), Record::new(&options)?);
     RecordedImage::add(dir, &state.name, number, &path, &options, below)
 }

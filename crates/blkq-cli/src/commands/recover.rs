@@ -84,7 +84,7 @@ pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Par
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
             let Some(options) = state.recoverable_options()? else { return Err(remains.failure()) };
-            state.check_image(&options.image, false)?;
+            state.check_image(&options, false)?;
             return D::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}
@@ -93,7 +93,7 @@ pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Par
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
     let options = attach_options(&orphan.state)?;
-    orphan.state.check_image(&options.image, false)?;
+    orphan.state.check_image(&options, false)?;
     D::recover(&options, orphan, inherited, parent)
 }
 

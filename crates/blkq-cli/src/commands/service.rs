@@ -64,7 +64,7 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
             if let Some(state) = &state
                 && state.guest_options()?.is_some()
             {
-                state.check_image(&options.image, false)?;
+                state.check_image(&options, false)?;
             }
             let settings = state.map(|state| state.settings).unwrap_or_default();
             D::succeed(name, &options, settings, inherited, parent)?

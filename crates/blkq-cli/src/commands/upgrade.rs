@@ -82,12 +82,12 @@ impl Args {
         })?;
         if let Some(block_device) = &state.ublk {
             let options = attach_options(&state)?;
-            state.check_image(&options.image, true)?;
+            state.check_image(&options, true)?;
             D::check_take_over(&options, block_device)?;
         }
         let guest = state.guest_options()?;
         if let Some(options) = &guest {
-            state.check_image(&options.image, true)?;
+            state.check_image(options, true)?;
             D::check_successor(dir, options, before.size)?;
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, name, guest)?;

@@ -3,14 +3,15 @@
 pub mod backing;
 mod file_id;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::backing_file;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Export, Record};
+use crate::options::{AttachOptions, Export, Format, Record};
 
 pub use file_id::FileId;
 
@@ -337,28 +338,43 @@ impl StateFile {
         image_path(&self.image, self.attach_options.as_ref())
     }
 
-    /// Checks that the next daemon would open the image that the device has used, with `image` from its options.
-    /// Clients that continue with another file would write the data that they have cached to it. `is_open` says
-    /// whether a daemon still has the image open. Passes if the image is no file, if its file was not recorded, or
-    /// if there is no file at the path.
-    pub fn check_image(&self, image: &DriverSpec, is_open: bool) -> Outcome {
-        let (DriverSpec::Image(path), Some(before)) = (image, self.file) else { return Ok(()) };
-        let Some(now) = FileId::of(path).filter(|now| *now != before) else { return Ok(()) };
-        // Once the image is closed, a mount may change the number of its file system, and a block device may get
-        // a new node.
-        let may_be_same = || {
-            FileId::of(self.image_path()) != Some(before)
-                && (now.inode == before.inode || !FileId::is_permanent(path))
+    /// Checks that the next daemon would open the image that the device has used, with its backing file. Clients
+    /// that continue with another file would write the data that they have cached to it. The header of the image
+    /// may name another backing file because the last daemon was taken over. `options` are those of the next
+    /// daemon, and `is_open` says whether a daemon still has the files open. Passes what was not recorded, and
+    /// paths without a file.
+    pub fn check_image(&self, options: &AttachOptions, is_open: bool) -> Outcome {
+        let DriverSpec::Image(path) = &options.image else { return Ok(()) };
+        let is_replaced = |path: &Path, before: FileId, now: FileId| {
+            // Once a file is closed, a mount may change the number of its file system, and a block device may get a
+            // new node.
+            let may_be_same = now.inode == before.inode || !FileId::is_permanent(path);
+            now != before && (is_open || !may_be_same)
         };
-        if !is_open && may_be_same() {
-            return Ok(());
+        let name = &self.name;
+        if let (Some(before), Some(now)) = (self.file, FileId::of(path))
+            && (is_replaced(path, before, now)
+                || now != before && FileId::of(self.image_path()) == Some(before))
+        {
+            return Err(Failure::new(format!(
+                "another file is at {} now, and clients of the device would write their cached data to it; move the \
+                 image back, or run `blkq detach {name}` and attach the new file",
+                path.display()
+            )));
         }
-        Err(Failure::new(format!(
-            "another file is at {} now, and clients of the device would write their cached data to it; move the image \
-             back, or run `blkq detach {}` and attach the new file",
-            path.display(),
-            self.name
-        )))
+        if options.format == Some(Format::Qcow2)
+            && let Some(before) = self.backing
+            && let Some((backing, identity)) = backing_file(path, options.backing_chain.into())
+            && is_replaced(&backing, before, identity.into())
+        {
+            return Err(Failure::new(format!(
+                "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
+                 and attach the image again",
+                backing.display(),
+                path.display()
+            )));
+        }
+        Ok(())
     }
 }
 

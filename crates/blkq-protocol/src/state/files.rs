@@ -104,7 +104,7 @@ fn backing_of(options: &Record) -> Option<FileId> {
     let DriverSpec::Image(image) = &options.image else { return None };
     let is_qcow2 = options.format == Some(Format::Qcow2);
     let backing = is_qcow2.then(|| backing_file(image, options.backing_chain.into())).flatten();
-    backing.map(FileId::from)
+    backing.map(|(_, identity)| FileId::from(identity))
 }
 
 impl OptionsFile {
