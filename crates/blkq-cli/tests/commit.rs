@@ -1,9 +1,11 @@
 //! Block commits of devices in use: the backing file receives all data, and clients see no error.
 
 use blkq::testing::wait_until;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -434,6 +436,27 @@ fn a_daemon_that_lies_gets_no_bitmap_file_of_another_image() {
     fs::write(&own, "an image").unwrap();
     let line = place.refused(&["bitmap", "add", "d", "b"]);
     assert!(line.contains("is not a bitmap file") && brought.try_recv().is_err(), "{line}");
+    // There is no device to detach.
+    fs::remove_dir_all(place.state()).unwrap();
+}
+
+#[test]
+fn a_daemon_that_lies_does_not_choose_what_a_snapshot_keeps() {
+    let place = Place::new("snapshot-liar");
+    let (image, victim) = (place.dir.join(OsStr::from_bytes(b"i\xe9")), place.image("victim", 1 << 20));
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    assert!(place.command(&["attach", "--name", "d"]).arg(&image).status().unwrap().success());
+    let shown = place.ask("d", b"{\"command\":\"show\"}\n");
+    let mut shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    shown["ok"]["attach_options"]["options"]["image"] = victim.as_str().into();
+    let kept = place::client::keep_state(&place, "d");
+    place.done(&["detach", "d"]);
+    kept.restore();
+    fs::write(place.state().join("d.lock"), "").unwrap();
+    let _brought = liar(&place.state().join("d.control"), victim, format!("{shown}\n"));
+    // The command gets as far as asking the daemon, so it has checked the image that the state file names.
+    let line = place.refused(&["snapshot", "d", "--to", &path(&place, "top")]);
+    assert!(line.contains("sent no answer"), "{line}");
     // There is no device to detach.
     fs::remove_dir_all(place.state()).unwrap();
 }

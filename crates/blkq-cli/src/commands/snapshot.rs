@@ -145,6 +145,8 @@ impl Args {
             ));
         };
         info.image.clone_from(&state.image);
+        // A path that is not UTF-8 is read from the options.
+        info.attach_options.clone_from(&state.attach_options);
         let DriverSpec::Image(_) = &options.image else {
             return Err(Failure::new(format!(
                 "only an image file can become a backing file, not {}",
