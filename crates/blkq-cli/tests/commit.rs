@@ -497,7 +497,6 @@ fn a_daemon_commits_only_into_its_backing_file() {
     assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));
 }
 
-// Contract: data
 #[test]
 fn a_commit_into_a_linked_image_keeps_its_backing_file() {
     let place = Place::new("commit-linked");

@@ -291,7 +291,6 @@ fn a_device_of_the_program_before_is_served_by_this_one() {
     assert_eq!(place.files(), <[String; 0]>::default());
 }
 
-// Contract: data
 #[test]
 fn no_daemon_continues_with_another_file() {
     let place = Place::new("upgrade-replaced");
