@@ -1,4 +1,10 @@
-use blkq::Extent;
+use blkq::clock::monotonic_ns;
+use blkq::{EXTENTS_QUERY_NS, Extent};
+
+/// When a query of extents that starts now must return.
+pub(crate) fn query_until_ns() -> u64 {
+    monotonic_ns() + EXTENTS_QUERY_NS
+}
 
 /// Appends `part` to `extents`, of which no two neighbours are of the same kind. Returns false, without effect, if
 /// that would make more than `max` extents.

@@ -6,6 +6,7 @@
 #[path = "vhost/front_end.rs"]
 mod front_end;
 mod nbd;
+mod nbd_block_status;
 mod nbd_handshake;
 mod nbd_hostile;
 mod nbd_memory;

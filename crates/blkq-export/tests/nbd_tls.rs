@@ -2,16 +2,13 @@
 // Contract: bounded-input
 
 use std::io::Write;
-use std::ops::Range;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::nbd::pki::Pki;
-use crate::nbd::{self, option_bytes, options, ram, serve};
+use crate::nbd::{self, SlowExtents, option_bytes, options, ram, serve};
 use blkq::testing::wait_until;
-use blkq::{Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, Reason, TlsCertificates, TlsOptions};
 use rustls::pki_types::pem::PemObject;
@@ -269,38 +266,13 @@ fn key_usage_limits_what_client_certificates_can_do() {
     }
 }
 
-struct SlowExtents {
-    disk: Box<dyn Driver>,
-    let_go: Mutex<Receiver<()>>,
-}
-
-impl Driver for SlowExtents {
-    fn name(&self) -> &'static str {
-        "slow"
-    }
-
-    fn limits(&self) -> QueueLimits {
-        self.disk.limits()
-    }
-
-    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        self.disk.open_queue(cx)
-    }
-
-    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        self.let_go.lock().unwrap().recv().unwrap();
-        self.disk.extents(range, max)
-    }
-}
-
 #[test]
 fn a_slow_block_status_delays_no_handshake() {
     let pki = Pki::new();
     let certificates = TlsCertificates::load(&pki.gather("slow", &SERVER)).unwrap();
     let tls = Some(TlsOptions { certificates, required: false });
-    let (let_go, receiver) = channel();
-    let driver = SlowExtents { disk: ram(), let_go: Mutex::new(receiver) };
-    let served = serve(Box::new(driver), 1, NbdOptions { tls, ..options() });
+    let (driver, let_go, _) = SlowExtents::new();
+    let served = serve(driver, 1, NbdOptions { tls, ..options() });
     // This is dropped before the server if the test fails, so that the query ends.
     let let_go = let_go;
     let mut clear = served.client(ReplyStyle::Structured);

@@ -19,6 +19,9 @@ use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::slab::BioSlab;
 use crate::tags::Tag;
 
+/// Time limit of a query of extents, in nanoseconds: see [`Driver::extents`].
+pub const EXTENTS_QUERY_NS: u64 = 100_000_000;
+
 /// A device: its size and limits, and how its queues are opened.
 pub trait Driver: Send + Sync {
     /// The driver's name: `loop`, `null`, `ram`, `rbd`.
@@ -50,16 +53,18 @@ pub trait Driver: Send + Sync {
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 
     /// The state (data, zero, hole) of the bytes in `range`: at most `max` extents, from the beginning of the
-    /// range. May block; never called on an engine thread. The default reports data. Fails with the I/O error
-    /// of the device.
+    /// range. May block; never called on an engine thread. After [`EXTENTS_QUERY_NS`] the query should return
+    /// the extents found until then, at least one, because other clients and a forced stop wait for it. The
+    /// default reports data. Fails with the I/O error of the device.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let _ = max;
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
     /// How deep in the backing chain the bytes of `range` are allocated: at most `max` runs, from the
-    /// beginning of the range. May block; never called on an engine thread. The default is depth 1, for
-    /// devices without a backing file. Fails with the I/O error of the device.
+    /// beginning of the range. May block, with the time limit of [`Driver::extents`]; never called on an engine
+    /// thread. The default is depth 1, for devices without a backing file. Fails with the I/O error of the
+    /// device.
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
         let _ = max;
         Ok(vec![DepthExtent { length: range.end - range.start, depth: 1 }])

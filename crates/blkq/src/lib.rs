@@ -113,7 +113,8 @@ pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, ErrorPolicy, Frozen, Quiesced, Resume, Setting, Settings};
 pub use driver::{
-    Busy, Change, DepthExtent, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
+    Busy, Change, DepthExtent, Driver, DriverContext, DriverQueue, DriverSetting, EXTENTS_QUERY_NS, Extent,
+    OpenContext, Taken,
 };
 pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, StoppingSource, Worker};

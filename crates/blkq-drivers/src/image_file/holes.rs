@@ -7,6 +7,7 @@ use std::io;
 use std::ops::Range;
 
 use blkq::Extent;
+use blkq::clock::monotonic_ns;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
@@ -16,13 +17,15 @@ use super::file::ImageFile;
 
 impl ImageFile {
     /// The extents of `range`, in bytes of a device that begins at byte `offset` of the file; at most `max`.
-    /// Holes are narrowed to whole sectors.
+    /// Holes are narrowed to whole sectors. The search ends when the time `until_ns` has passed, but not before it has
+    /// found an extent.
     pub fn extents(
         &self,
         offset: u64,
         logical_block_bytes: u64,
         range: Range<u64>,
         max: usize,
+        until_ns: u64,
     ) -> io::Result<Vec<Extent>> {
         let file = &self.file;
         let end = offset + range.end;
@@ -66,7 +69,7 @@ impl ImageFile {
             // If the file changes between the two searches, the second one may not advance. Reporting one sector as
             // data guarantees progress.
             let hole = if hole == at { up(at + 1).min(end) } else { hole };
-            if !advance(hole, &mut at, false) {
+            if !advance(hole, &mut at, false) || monotonic_ns() >= until_ns {
                 break;
             }
         }

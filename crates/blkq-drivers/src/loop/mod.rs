@@ -40,6 +40,7 @@ use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent,
 
 use crate::bitmaps::ImageBitmaps;
 use crate::errors::{invalid, malformed, unsupported};
+use crate::extents::query_until_ns;
 use crate::image_file::{
     ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, choose_mode,
 };
@@ -396,7 +397,8 @@ impl Driver for LoopDevice {
         if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
-        file.extents(self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
+        let block_bytes = u64::from(self.shared.logical_block_bytes);
+        file.extents(self.shared.offset, block_bytes, range, max, query_until_ns())
             .map_err(|e| file.failed("read the extents of", e))
     }
 

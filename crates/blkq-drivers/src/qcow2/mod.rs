@@ -36,6 +36,7 @@ use blkq::{DepthExtent, Driver, DriverQueue, Error, Extent, OpenContext, QueueLi
 
 use crate::bitmaps::ImageBitmaps;
 use crate::errors::{invalid, malformed, unsupported};
+use crate::extents::query_until_ns;
 pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
     ClientTerms, DirectAlign, DirectIo, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
@@ -369,11 +370,13 @@ impl Driver for Qcow2 {
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        extents::of_chain(&self.shared, range, max).map_err(|e| self.file().failed("read the extents of", e))
+        extents::of_chain(&self.shared, range, max, query_until_ns())
+            .map_err(|e| self.file().failed("read the extents of", e))
     }
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
-        extents::depths(&self.shared, range, max).map_err(|e| self.file().failed("read the allocation of", e))
+        extents::depths(&self.shared, range, max, query_until_ns())
+            .map_err(|e| self.file().failed("read the allocation of", e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {

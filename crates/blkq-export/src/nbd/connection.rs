@@ -11,6 +11,7 @@ use rustix::net::Shutdown;
 use super::contexts::ContextStatus;
 use super::handshake::{Export, Handshake, Next, TlsPolicy};
 use super::in_flight::InFlight;
+use super::proto::NbdError;
 use super::receive_backoff::{Decision, ReceiveBackoff};
 use super::rejections::Reason;
 use super::requests::{Parsed, Requests};
@@ -222,6 +223,11 @@ impl Connection {
         if self.closing != Closing::No {
             shared.budget.forget(self.slot);
         }
+        if (self.closing == Closing::Broken || shared.is_stopping())
+            && let Phase::Transmission(requests) = &mut self.phase
+        {
+            requests.cancel_queries(self.stream.replies(), shared);
+        }
         if self.closing == Closing::Broken {
             // Only the gathered replies are dropped. A send in flight uses its memory until it completes.
             let freed = self.stream.drop_replies(&mut shared.buffers);
@@ -344,9 +350,10 @@ impl Connection {
         self.complete(request, Completion { user_data: 0, result, data: Data::None }, shared);
     }
 
+    /// `contexts` is `None` if the query failed.
     pub fn complete_status(&mut self, request: InFlight, contexts: Option<Vec<ContextStatus>>) {
         if let Phase::Transmission(requests) = &mut self.phase {
-            requests.complete_status(request, contexts, self.stream.replies());
+            requests.complete_status(request, contexts.ok_or(NbdError::Io), self.stream.replies());
         }
     }
 

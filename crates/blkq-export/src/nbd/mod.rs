@@ -16,6 +16,7 @@ mod outgoing;
 mod payload;
 mod plan;
 pub mod proto;
+mod queries;
 mod ranges;
 mod receive_backoff;
 mod rejections;

@@ -17,6 +17,7 @@ use super::outgoing::Outgoing;
 use super::payload::Payload;
 use super::plan::{self, Plan};
 use super::proto::{Command, CommandFlags, NbdError};
+use super::queries::Query;
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::shared::EngineShared;
 use super::split::{self, Part, SplitReads};
@@ -283,8 +284,18 @@ impl Requests {
 
     fn query_status(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         self.busy += 1;
-        let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
-        shared.query_status(self.in_flight(&request), self.queue, &self.contexts, max, cx);
+        let extents_max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
+        let (request, contexts) = (self.in_flight(&request), self.contexts.clone());
+        shared.queries.push(Query { request, queue: self.queue, contexts, extents_max });
+        shared.start_query(cx);
+    }
+
+    /// Answers the block status requests that have not started, because the server stops or the client is
+    /// disconnected.
+    pub fn cancel_queries(&mut self, replies: &mut Outgoing, shared: &mut EngineShared) {
+        for query in shared.queries.remove(self.slot) {
+            self.complete_status(query.request, Err(NbdError::Shutdown), replies);
+        }
     }
 
     /// Answers a request with an error before it was submitted. If it has a payload, the payload is skipped.
@@ -446,16 +457,19 @@ impl Requests {
         }
     }
 
-    /// Handles a completed query of metadata contexts. `contexts` is `None` if the query failed.
+    /// Handles a query of metadata contexts that completed or was cancelled.
     pub fn complete_status(
         &mut self,
         request: InFlight,
-        contexts: Option<Vec<ContextStatus>>,
+        contexts: Result<Vec<ContextStatus>, NbdError>,
         replies: &mut Outgoing,
     ) {
         self.busy -= 1;
         replies.hold_extents(self.extents_max_bytes());
-        let Some(contexts) = contexts else { return self.error(request.to, NbdError::Io, replies) };
+        let contexts = match contexts {
+            Ok(contexts) => contexts,
+            Err(error) => return self.error(request.to, error, replies),
+        };
         // The device shrank since the client connected, and the whole range is beyond its end.
         if contexts.iter().any(|context| context.extents.is_empty()) {
             return self.error(request.to, NbdError::Invalid, replies);

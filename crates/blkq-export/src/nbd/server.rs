@@ -130,7 +130,8 @@ impl NbdServer {
     }
 
     /// Stops the server: its socket is removed when this returns. With `force`, clients are disconnected:
-    /// requests in flight complete, but a client that does not take a reply within a second does not get it.
+    /// requests in flight complete, except block status requests that have not started, and a client that does
+    /// not take a reply within a second does not get it.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server keeps running.

@@ -13,9 +13,10 @@ use crate::client_kind;
 use crate::work::TurnWork;
 
 use super::budget::Budget;
-use super::contexts::{ChosenContexts, ContextStatus};
+use super::contexts::ContextStatus;
 use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
+use super::queries::{Queries, Query};
 use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Unaligned};
@@ -54,6 +55,7 @@ pub(super) struct EngineShared {
     pub budget: Budget,
     pub in_flight: InFlightTable,
     pub unaligned: Unaligned,
+    pub queries: Queries,
     /// Bios that a queue did not accept because it was full, each with the index of its queue.
     requeued: VecDeque<(usize, Bio)>,
     /// Receive back-offs in this turn, which the registry has not counted yet.
@@ -76,6 +78,7 @@ impl EngineShared {
             budget: Budget::new(options.buffered_bytes_total / engines),
             in_flight: InFlightTable::default(),
             unaligned: Unaligned::new(options.unaligned.clone()),
+            queries: Queries::default(),
             options,
             requeued: VecDeque::new(),
             receive_backoffs: 0,
@@ -113,6 +116,10 @@ impl EngineShared {
     pub fn begin_stop(&mut self, cx: &SourceContext<'_>) -> u64 {
         self.stopping = true;
         self.transfer_until_ns(0, cx)
+    }
+
+    pub fn is_stopping(&self) -> bool {
+        self.stopping
     }
 
     pub fn expect_deadline(&mut self, at_ns: u64) {
@@ -222,20 +229,14 @@ impl EngineShared {
         });
     }
 
-    /// Queries the chosen metadata contexts for the range of a request, on the engine's worker.
-    pub fn query_status(
-        &mut self,
-        asks: InFlight,
-        queue: usize,
-        contexts: &ChosenContexts,
-        max: usize,
-        cx: &mut SourceContext<'_>,
-    ) {
-        let range = asks.to.offset..asks.to.offset + asks.length;
-        let index = self.in_flight.requests.insert(asks);
-        let (disk, contexts) = (cx.disk(queue).clone(), contexts.clone());
+    /// Starts the next query of metadata contexts on the engine's worker, unless one is running there.
+    pub fn start_query(&mut self, cx: &mut SourceContext<'_>) {
+        let Some(Query { request, queue, contexts, extents_max }) = self.queries.start() else { return };
+        let range = request.to.offset..request.to.offset + request.length;
+        let index = self.in_flight.requests.insert(request);
+        let disk = cx.disk(queue).clone();
         // A panic of the driver in the query fails the request, as an error of the driver does.
-        let query = AssertUnwindSafe(move || contexts.query(&disk, &range, max).ok());
+        let query = AssertUnwindSafe(move || contexts.query(&disk, &range, extents_max).ok());
         cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
     }
 

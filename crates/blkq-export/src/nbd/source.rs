@@ -322,6 +322,8 @@ unsafe impl Source for NbdSource {
                 self.update(slot, |connection, _| connection.resume_handshake(tls));
             }
             Message::Status(number, contexts) => {
+                self.shared.queries.finish();
+                self.shared.start_query(cx);
                 let Some(request) = self.shared.in_flight.requests.take(number) else { return };
                 self.update(request.connection, |connection, _| {
                     connection.complete_status(request, contexts);

@@ -6,14 +6,16 @@ pub mod pki;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blkq::drivers::ram::Ram;
-use blkq::{Disk, Driver, EngineThread};
+use blkq::{Disk, Driver, DriverQueue, EngineThread, Error, Extent, OpenContext, QueueLimits};
 use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq_export::Listen;
 use blkq_export::nbd::reply::ReplyStyle;
@@ -29,6 +31,42 @@ pub fn ram() -> Box<dyn Driver> {
 pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
     let completion = ModelCompletion::Random(range_ns, 1);
     Box::new(Model::new(ModelOptions { completion, ..ModelOptions::new(SIZE) }).unwrap())
+}
+
+/// A device whose queries of extents each wait for a message.
+pub struct SlowExtents {
+    disk: Box<dyn Driver>,
+    let_go: Mutex<Receiver<()>>,
+    begun: Arc<AtomicU32>,
+}
+
+impl SlowExtents {
+    /// Returns the device, the channel of its queries, and the number of queries that have begun.
+    pub fn new() -> (Box<dyn Driver>, Sender<()>, Arc<AtomicU32>) {
+        let ((let_go, receiver), begun) = (channel(), Arc::new(AtomicU32::new(0)));
+        let driver = SlowExtents { disk: ram(), let_go: Mutex::new(receiver), begun: begun.clone() };
+        (Box::new(driver), let_go, begun)
+    }
+}
+
+impl Driver for SlowExtents {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.disk.limits()
+    }
+
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        self.disk.open_queue(cx)
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        self.begun.fetch_add(1, Ordering::Relaxed);
+        self.let_go.lock().unwrap().recv().unwrap();
+        self.disk.extents(range, max)
+    }
 }
 
 /// A unique path that contains characters which a URI must escape.

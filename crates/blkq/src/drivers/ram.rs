@@ -19,7 +19,7 @@ use crate::bio::{BioFlags, Operation};
 use crate::budget::TURN_BUDGET;
 use crate::buffer::Segment;
 use crate::clock::monotonic_ns;
-use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
+use crate::driver::{Busy, Driver, DriverContext, DriverQueue, EXTENTS_QUERY_NS, Extent, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::tags::Tag;
@@ -82,7 +82,7 @@ impl Driver for Ram {
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         self.medium
-            .extents(range, max)
+            .extents(range, max, monotonic_ns() + EXTENTS_QUERY_NS)
             .map_err(|e| Error::system("cannot read which pages of the RAM disk are allocated", e))
     }
 }
@@ -243,8 +243,9 @@ impl Medium {
     }
 
     /// The extents of `range` according to the kernel's page table, at most `max`. Pages that were swapped out count as
-    /// data, and so do pages that were only read, which the kernel maps to its zero page.
-    fn extents(&self, range: Range<u64>, max: usize) -> std::io::Result<Vec<Extent>> {
+    /// data, and so do pages that were only read, which the kernel maps to its zero page. The search ends after the time
+    /// `until_ns`, but not before it has found an extent.
+    fn extents(&self, range: Range<u64>, max: usize, until_ns: u64) -> std::io::Result<Vec<Extent>> {
         // Bits 62 (swapped) and 63 (present) of an entry of /proc/self/pagemap.
         const POPULATED: u64 = 3 << 62;
         let pagemap = self.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
@@ -269,6 +270,9 @@ impl Medium {
                     _ => extents.push(Extent { length, hole, zero: hole }),
                 }
                 at += length;
+            }
+            if monotonic_ns() >= until_ns {
+                break;
             }
         }
         Ok(extents)

@@ -1,10 +1,11 @@
 //! Block status: which bytes of the device are data, and at which depth of the chain. The lookups
-//! may wait for I/O, so they do not run on the thread of the queue.
+//! may wait for I/O, so they do not run on the thread of the queue, and they have a time limit, the argument `until_ns`.
 
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blkq::clock::monotonic_ns;
 use blkq::sync::lock;
 use blkq::{DepthExtent, Extent};
 
@@ -18,13 +19,14 @@ pub(in crate::qcow2) fn of_chain(
     shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,
+    until_ns: u64,
 ) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
     let is_raw = |layer: u8| lock(&shared.state).layers[usize::from(layer)].tables.is_none();
-    each_run(shared, range, |found, _, run| {
+    each_run(shared, range, until_ns, |found, _, run| {
         let parts = match found {
             Found::Data { layer, host } if is_raw(layer) => {
-                shared.files[usize::from(layer)].extents(0, 512, host..host + run, max)?
+                shared.files[usize::from(layer)].extents(0, 512, host..host + run, max, until_ns)?
             }
             Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
             _ => vec![Extent { length: run, hole: false, zero: false }],
@@ -47,9 +49,10 @@ pub(in crate::qcow2) fn depths(
     shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,
+    until_ns: u64,
 ) -> io::Result<Vec<DepthExtent>> {
     let mut depths: Vec<DepthExtent> = Vec::new();
-    each_run(shared, range, |found, layer, run| {
+    each_run(shared, range, until_ns, |found, layer, run| {
         let depth = if found == Found::Unallocated { 0 } else { layer as u32 + 1 };
         let full = depths.len() == max;
         match depths.last_mut() {
@@ -63,10 +66,11 @@ pub(in crate::qcow2) fn depths(
 }
 
 /// Calls `each` with the runs of `range`, in order: where the run is stored, the number of the layer, and the
-/// bytes. `each` returns how many of the bytes it took, or `None` to stop.
+/// bytes. `each` returns how many of the bytes it took, or `None` to stop. No run follows after the time `until_ns`.
 fn each_run(
     shared: &Arc<Shared>,
     range: Range<u64>,
+    until_ns: u64,
     mut each: impl FnMut(Found, usize, u64) -> io::Result<Option<u64>>,
 ) -> io::Result<()> {
     let mut left = range.start..range.end.min(lock(&shared.state).size);
@@ -76,6 +80,9 @@ fn each_run(
         match each(found, layer, run)? {
             Some(taken) => left.start += taken,
             None => break,
+        }
+        if monotonic_ns() >= until_ns {
+            break;
         }
     }
     Ok(())

@@ -255,7 +255,7 @@ impl References<'_> {
         }
         let failed = |e| self.file.failed("read the tables of", e);
         let (mut parts, mut at) = (Vec::new(), 0);
-        for extent in self.file.extents(offset, 512, 0..bytes, usize::MAX).map_err(failed)? {
+        for extent in self.file.extents(offset, 512, 0..bytes, usize::MAX, u64::MAX).map_err(failed)? {
             if !extent.hole {
                 let mut part = vec![0; extent.length as usize];
                 self.file.read_padded_at(&mut part, offset + at, 0, None).map_err(failed)?;

@@ -45,6 +45,25 @@ fn extents_are_right_before_the_tables_are_written() {
     assert_eq!(extents(&open(&directory.0.join("d.qcow2"))), again);
 }
 
+#[test]
+fn a_query_of_extents_has_a_time_limit() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let device = open(&directory.image("d.qcow2", "cluster_size=64k", 1 << 30));
+    let (mut at, mut queries) = (0, 0);
+    while at < 1 << 30 {
+        let extents = extents::of_chain(&device.shared, at..1 << 30, 9, 0).unwrap();
+        let depths = extents::depths(&device.shared, at..1 << 30, 9, 0).unwrap();
+        assert_eq!(extents[0].length, depths[0].length);
+        at += extents[0].length;
+        queries += 1;
+    }
+    assert!(queries > 1, "a query whose time has passed looks up one run");
+    assert_eq!(device.extents(0..1 << 30, 9).unwrap()[0].length, 1 << 30);
+}
+
 // Contract: complete
 #[test]
 fn bytes_that_a_truncation_removed_are_not_a_hole() {
