@@ -41,17 +41,12 @@ pub fn shell_word(word: impl AsRef<OsStr>) -> String {
     }
 }
 
-/// The text between `$'` and `'` that a shell reads as these bytes.
+/// The text between `$'` and `'` that a shell reads as these bytes. It contains no `'`, so that the word ends at the
+/// same place in a shell that does not know `$'`, as dash: that shell reads a wrong name.
 fn ansi_c(bytes: &[u8]) -> String {
     let mut quoted = String::new();
     for chunk in bytes.utf8_chunks() {
-        for character in chunk.valid().chars() {
-            match character {
-                '\'' | '\\' => quoted.extend(['\\', character]),
-                c if is_control(c) => push_bytes(&mut quoted, c.encode_utf8(&mut [0; 4]).as_bytes()),
-                c => quoted.push(c),
-            }
-        }
+        quoted.push_str(&escape(chunk.valid(), |c| is_control(c) || c == '\'' || c == '\\'));
         push_bytes(&mut quoted, chunk.invalid());
     }
     quoted
@@ -63,6 +58,8 @@ fn push_bytes(text: &mut String, bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -73,6 +70,8 @@ mod tests {
 
     #[test]
     fn a_shell_reads_a_word_as_it_is() {
+        let directory = std::env::temp_dir().join(format!("blkq-words-{}", std::process::id()));
+        std::fs::create_dir(&directory).unwrap();
         for word in [
             &b"/srv/disk-1.img"[..],
             b"my disk.img",
@@ -81,6 +80,7 @@ mod tests {
             b"it's \"one\" \\ word",
             b"two\nlines\x1b[31m'\\",
             b"\xff not text \xc3",
+            b"b\x1b';touch OWNED; #\\",
             "ü \u{202e}gmi".as_bytes(),
             b"-rf",
             b"- a\n",
@@ -89,11 +89,21 @@ mod tests {
         ] {
             let quoted = shell_word(OsStr::from_bytes(word));
             assert!(!quoted.contains(is_control), "{quoted}");
-            let script = format!("printf %s {quoted}");
-            let read = std::process::Command::new("bash").args(["-c", &script]).output().unwrap().stdout;
+            let read_by = |shell: &str| {
+                let script = format!("printf %s {quoted}");
+                let output =
+                    Command::new(shell).args(["-c", &script]).current_dir(&directory).output().unwrap();
+                assert!(output.status.success(), "{shell}: {quoted}");
+                output.stdout
+            };
+            // A shell that does not know `$'` may read another word, but must run no part of it.
+            read_by("sh");
+            assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0, "{quoted}");
+            let read = read_by("bash");
             let read = if word.starts_with(b"-") { read.strip_prefix(b"./").unwrap() } else { &read };
             assert_eq!(read, word, "{quoted}");
         }
         assert_eq!(shell_word("/srv/disk-1.img"), "/srv/disk-1.img");
+        std::fs::remove_dir(&directory).unwrap();
     }
 }
