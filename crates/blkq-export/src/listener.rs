@@ -6,14 +6,19 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{AtFlags, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
+use crate::retry::retry;
+
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
+/// Interval at which an address that is in use is tried again.
+const RETRY: Duration = Duration::from_millis(10);
 
 /// Group and mode of a unix socket that the server creates. Connecting needs write permission (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,7 +81,7 @@ impl Listen {
 
     /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
     pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
-        let listener = self.open(access)?;
+        let listener = self.open(access, Duration::ZERO)?;
         if listener.listen_address.is_connected() {
             let message = "the inherited socket is connected; pass a listening socket";
             return Err(Error::new(ErrorKind::Invalid, message));
@@ -94,11 +99,14 @@ impl Listen {
         addresses.find(|address| !is_loopback(address))
     }
 
-    /// Opens the socket, which blocks. An inherited one may be connected to the only client.
-    pub(crate) fn open(self, access: SocketAccess) -> Result<Listener, Error> {
+    /// Opens the socket, which blocks. An inherited one may be connected to the only client. Tries again for up to
+    /// `wait` while the address is in use.
+    pub(crate) fn open(self, access: SocketAccess, wait: Duration) -> Result<Listener, Error> {
+        let until = Instant::now() + wait;
+        let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
         match self {
-            Listen::Unix(path) => listen_unix(path, access),
-            Listen::Tcp(host, port) => listen_tcp(&host, port),
+            Listen::Unix(path) => retry(until, RETRY, || listen_unix(path.clone(), access), is_busy),
+            Listen::Tcp(host, port) => retry(until, RETRY, || listen_tcp(&host, port), is_busy),
             Listen::Inherited(socket) => inherit(socket),
         }
     }
@@ -358,7 +366,7 @@ mod tests {
                 seen
             });
             for _ in 0..2_000 {
-                let opened = Listen::Unix(path.clone()).open(access).unwrap();
+                let opened = Listen::Unix(path.clone()).listen_as(access).unwrap();
                 let found = std::fs::symlink_metadata(&path).unwrap();
                 assert_eq!((found.mode() & 0o7777, found.gid()), (0o660, group));
                 drop(opened);

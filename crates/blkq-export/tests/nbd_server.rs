@@ -9,6 +9,7 @@ use std::process::Command;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::nbd::*;
 use blkq::drivers::ram::Ram;
@@ -83,6 +84,24 @@ fn block_status_reports_data_and_holes() {
     }
     let mut client = served.client(ReplyStyle::Simple);
     assert_eq!(client.call(7, 0, 0, 4096, &[]).0, 22, "block status was not negotiated");
+}
+
+#[test]
+fn a_server_waits_for_an_address_that_is_in_use() {
+    let path = socket_path();
+    let start = |wait| {
+        let engine = engines(&Disk::builder(ram()).build().unwrap());
+        let options = NbdOptions { address_wait: wait, ..options() };
+        NbdServer::start(Listen::Unix(path.clone()), options, &[engine[0].handle().clone()]).map(|_| ())
+    };
+    let before = UnixListener::bind(&path).unwrap();
+    assert_eq!(start(Duration::ZERO).unwrap_err().kind(), ErrorKind::Busy);
+    before.accept().unwrap();
+    std::thread::scope(|scope| {
+        // The second attempt to listen is made after the other listener was closed.
+        scope.spawn(move || before.accept().unwrap());
+        start(Duration::from_secs(60)).unwrap();
+    });
 }
 
 // Contract: errors

@@ -15,7 +15,7 @@ use crate::device::lock_holders;
 use crate::sandbox;
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
-const RELEASE_WAIT: Duration = Duration::from_secs(5);
+pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(5);
 /// How long to wait for an image that another device serves. Other programs, such as qemu-img, may lock an
 /// image only for a moment, so that the full wait applies to them.
 const SERVED_WAIT: Duration = Duration::from_millis(20);

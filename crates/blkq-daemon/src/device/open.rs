@@ -20,7 +20,8 @@ use super::disk::{DiskStart, ServedDisk};
 use super::events::Events;
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
-    absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
+    RELEASE_WAIT, absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes,
+    with_ceph_files,
 };
 use super::listen::{Sockets, addresses, vhost_address};
 use super::meter::Meter;
@@ -35,6 +36,8 @@ use crate::metrics::Endpoint;
 
 /// A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
+/// How long to wait for the addresses of the NBD servers of such a daemon.
+const ADDRESS_WAIT: Duration = Duration::from_secs(1);
 
 const NO_PARTITION_SCAN: &str = "--partscan has no effect on an NBD export, whose client scans for partitions; \
      to serve one partition, use --offset and --size-limit";
@@ -183,6 +186,7 @@ impl Device {
         saved.apply_to(&mut options);
         let options = &options;
         let autoclear = Autoclear::new(options.autoclear)?;
+        let is_after = is_successor || claim.is_after(&image_name(&options.image));
 
         let idle_event = has_block_device.then(|| autoclear.idle_event());
         let opened = Opened::new(options, claim, &sockets, idle_event, open)?;
@@ -207,6 +211,7 @@ impl Device {
             image: &image,
             tls,
             serves_bytes: serves_bytes(options, has_block_device),
+            address_wait: if is_after { RELEASE_WAIT } else { ADDRESS_WAIT },
             autoclear: &autoclear,
             events: &events,
         };

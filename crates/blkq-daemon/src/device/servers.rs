@@ -1,4 +1,5 @@
 use std::sync::Arc;
+use std::time::Duration;
 
 use blkq::{Disk, EngineHandle};
 use blkq_export::SocketAccess;
@@ -28,6 +29,8 @@ pub(super) struct ServerContext<'a> {
     pub(super) tls: Option<TlsOptions>,
     /// NBD clients may access parts of a block.
     pub(super) serves_bytes: bool,
+    /// How long to wait for the addresses of NBD.
+    pub(super) address_wait: Duration,
     pub(super) autoclear: &'a Autoclear,
     pub(super) events: &'a Events,
 }
@@ -204,7 +207,7 @@ fn nbd_options(
     access: SocketAccess,
     context: ServerContext,
 ) -> NbdOptions {
-    let ServerContext { disk, image, tls, serves_bytes, autoclear, events, .. } = context;
+    let ServerContext { disk, image, tls, serves_bytes, address_wait, autoclear, events, .. } = context;
     let export = NbdExport {
         name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
         description: format!("{} {image}", disk.driver().name()),
@@ -217,6 +220,7 @@ fn nbd_options(
         tls,
         insecure: options.insecure,
         access,
+        address_wait,
         named_in_uri: options.export_name.is_some(),
         unaligned: serves_bytes.then(Arc::default),
         idle_event: Some(autoclear.idle_event().clone()),

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
 
@@ -46,6 +47,9 @@ pub struct NbdOptions {
     pub named_in_uri: bool,
     /// Group and mode of the unix socket that the server creates.
     pub access: SocketAccess,
+    /// How long to try again while the address of the server is in use. A server whose process was killed waits for
+    /// clients in its io_uring, which the kernel closes only some time after the process has exited.
+    pub address_wait: Duration,
     /// Time limit of the handshake, in seconds, at least 1.
     pub handshake_timeout_s: u64,
     /// Time limit in seconds, at least 1, to take a reply or send a payload, plus one second for each MiB.
@@ -86,8 +90,8 @@ impl Default for NbdSwitches {
 
 impl Default for NbdOptions {
     /// No export; 64 connections with 256 requests and 64 MiB each, 256 MiB together; 10 s for the handshake,
-    /// 30 s to take a reply or send a payload; aligned requests only; unix sockets for their owner only; no
-    /// TLS, and no other machine may connect without it; no events.
+    /// 30 s to take a reply or send a payload; aligned requests only; unix sockets for their owner only; an
+    /// address that is free; no TLS, and no other machine may connect without it; no events.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),
@@ -97,6 +101,7 @@ impl Default for NbdOptions {
             buffered_bytes_total: 256 << 20,
             named_in_uri: false,
             access: SocketAccess::default(),
+            address_wait: Duration::ZERO,
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
             unaligned: None,

@@ -40,7 +40,7 @@ impl NbdServer {
     /// If `engines` is empty.
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
-        let Listener { socket, listen_address } = listen.open(options.access)?;
+        let Listener { socket, listen_address } = listen.open(options.access, options.address_wait)?;
         let is_connected = listen_address.is_connected();
         check_reach(&options, &listen_address)?;
         let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
