@@ -200,6 +200,9 @@ fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool, r
 
 /// Whether the process is running and has `path` open. True if this process is not permitted to find out.
 fn has_open(process: u32, path: &std::path::Path) -> bool {
+    // The kernel reports paths without symbolic links, and the state directory may be reached through one. If the file
+    // was removed meanwhile, no process is found, as it should be.
+    let path = path.canonicalize().unwrap_or_default();
     match fs::read_dir(format!("/proc/{process}/fd")) {
         Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
         Err(e) => e.kind() == io::ErrorKind::PermissionDenied,
@@ -222,6 +225,17 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
 mod tests {
     use super::*;
     use crate::harness::scratch;
+
+    #[test]
+    fn a_daemon_is_found_through_a_symbolic_link() {
+        let dir = scratch("real");
+        let linked = StateDir(dir.path().join("link"));
+        std::os::unix::fs::symlink(dir.path(), &linked.0).unwrap();
+        let claim = linked.claim("a").unwrap();
+        assert!(matches!(linked.inspect("a"), Ok(Found::Busy(_))));
+        drop(claim);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
 
     // Contract: detach
     #[test]
