@@ -2,7 +2,7 @@
 
 use blkq::testing::wait_until;
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
@@ -63,6 +63,29 @@ fn a_signal_during_a_detach_loses_nothing() {
         detach.wait().unwrap();
         wait_until("the daemon exits", || has_exited(pid));
         assert!(place.files().is_empty());
+    }
+}
+
+// Contract: detach
+#[test]
+fn a_command_during_a_detach_gets_an_answer() {
+    let place = Place::new("answers");
+    for _ in 0..5 {
+        place.done(&["attach", "ram:1M", "--name", "d"]);
+        let ask = || {
+            while let Ok(mut stream) = UnixStream::connect(place.state().join("d.control")) {
+                let _ = stream.write_all(b"{\"command\":\"ping\"}\n");
+                let mut answer = String::new();
+                // After the answer, the connection may be reset, because the daemon has not read the command.
+                let _ = stream.read_to_string(&mut answer);
+                assert!(answer.ends_with('\n'), "{answer:?}");
+            }
+        };
+        std::thread::scope(|scope| {
+            let asking: Vec<_> = (0..3).map(|_| scope.spawn(ask)).collect();
+            place.done(&["detach", "d"]);
+            asking.into_iter().for_each(|client| client.join().unwrap());
+        });
     }
 }
 

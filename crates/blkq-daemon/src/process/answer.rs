@@ -1,5 +1,5 @@
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,6 +8,7 @@ use blkq_protocol::control::resize::NewSize;
 use blkq_protocol::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use blkq_protocol::failure::{EXIT_LEFT, Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, shutdown};
 
 use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
@@ -30,6 +31,14 @@ pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
         return reject("too many commands at the same time; try again");
     }
     shared.spawn(|shared| serve(shared, stream));
+}
+
+/// Rejects all clients that have connected to a daemon that stops. No further client can connect.
+pub(super) fn reject_all(control: &UnixListener) {
+    let _ = shutdown(control, Shutdown::Read);
+    while let Ok((stream, _)) = control.accept() {
+        answer(&stream, &reply_line(Stage::Stopping.check()));
+    }
 }
 
 fn serve(shared: &Shared, stream: UnixStream) {
@@ -113,7 +122,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");
                 answer(&stream, &reply_line(Ok(())));
-                shared.wait_for_answers();
+                shared.wait_for_answers(1);
                 // Exit as if killed. The kernel aborts the requests that it passed to this process when the
                 // process exits; if only the ring were closed, the kernel might wait for these requests for
                 // ever.

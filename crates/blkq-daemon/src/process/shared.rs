@@ -17,7 +17,7 @@ use crate::device::Device;
 use crate::log;
 use blkq::units::format_bytes;
 
-/// How long a daemon that leaves its device to the next daemon waits until other commands have been answered.
+/// How long a daemon that stops, or leaves its device to the next daemon, waits until commands have been answered.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
 /// Delay before another attempt to adopt a changed size of the image, if I/O in flight prevented it. Doubles
 /// with each attempt up to [`SIZE_RETRY_MAX`], because each attempt makes new I/O wait for a while.
@@ -256,10 +256,10 @@ impl Shared {
         let _ = (&self.waker).write_all(&[0]);
     }
 
-    /// Waits a moment for other commands: a command that gets no answer reports an error.
-    pub(super) fn wait_for_answers(&self) {
+    /// Waits a moment until at most `own` commands have no answer: a command that gets none reports an error.
+    pub(super) fn wait_for_answers(&self, own: usize) {
         let until = Instant::now() + LEAVE_WAIT;
-        while self.unanswered() > 1 && Instant::now() < until {
+        while self.unanswered() > own && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
