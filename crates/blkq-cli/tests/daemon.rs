@@ -89,6 +89,20 @@ fn a_command_during_a_detach_gets_an_answer() {
     }
 }
 
+#[test]
+fn commands_name_a_daemon_without_a_control_socket() {
+    let place = Place::new("unheard");
+    place.done(&["attach", "ram:1M", "--name", "d"]);
+    let pid = place.pid("d");
+    fs::remove_file(place.state().join("d.control")).unwrap();
+    for words in [&["set", "d", "depth=8"][..], &["resize", "d", "2M"], &["commit", "d"], &["stat", "d"]] {
+        let line = place.refused(words);
+        assert!(line.contains(&format!("d: the device is starting or stopping (pid {pid})")), "{line}");
+    }
+    signal(pid, rustix::process::Signal::TERM);
+    wait_until("the daemon exits", || has_exited(pid));
+}
+
 fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
     let socket = UnixDatagram::bind(notify).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, no_such_device, receive,
+    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, not_accepting, receive,
     receive_with_file, refused, send,
 };
 use crate::failure::{Failure, Outcome};
@@ -67,7 +67,7 @@ impl Dialogue {
         timeout: Duration,
     ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
         let stream = connect(dir, name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => not_accepting(dir, name),
             _ if Stopped::of(&e).is_some() => no_answer(e),
             _ => Failure::new(format!("cannot connect to the daemon of {name}: {e}")),
         })?;

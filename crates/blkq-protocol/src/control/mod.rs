@@ -395,13 +395,22 @@ fn exits(process: &OwnedFd) -> bool {
     is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
-/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, or its daemon was killed
-/// or crashed.
+/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, its daemon was killed or
+/// crashed, or its daemon does not accept commands.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
-    ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
+    ask_if_there(dir, name, request)?.ok_or_else(|| not_accepting(dir, name))
 }
 
-/// As [`ask`], but returns `None` if no such device exists.
+/// Why no daemon accepts commands for `name`.
+pub fn not_accepting(dir: &StateDir, name: &str) -> Failure {
+    // A text that is not a valid name must not become part of a path.
+    match crate::state::check_name(name).is_ok().then(|| dir.inspect(name)) {
+        Some(Ok(Found::Busy(busy))) => Failure::new(format!("{name}: the device is {}", busy.describe())),
+        _ => no_such_device(name),
+    }
+}
+
+/// As [`ask`], but returns `None` if no such device exists or its daemon does not accept commands.
 pub fn ask_if_there<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use blkq_protocol::control::statistics::Statistics;
-use blkq_protocol::control::{Request, ask_if_there, no_such_device};
+use blkq_protocol::control::{Request, ask_if_there, not_accepting};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::timestamp::rfc3339;
@@ -140,7 +140,7 @@ impl Args {
         let mut before = devices.sample()?;
         for name in devices.names.clone() {
             if !before.contains_key(&name) && !devices.failed.contains_key(&name) {
-                let failure = no_such_device(&name);
+                let failure = not_accepting(&devices.dir, &name);
                 devices.fail(name, failure)?;
             }
         }
