@@ -19,12 +19,13 @@ impl Device {
         self.settings.read(key, value)
     }
 
-    /// Changes settings of the disk or its driver while no I/O is in flight. Fails if the device rejects the
-    /// value.
-    pub fn set(&self, setting: &Setting) -> Outcome {
+    /// Changes settings of the disk or its driver while no I/O is in flight. `permit` is called when no other
+    /// change is in progress. Fails as `permit` does, or if the device rejects the value.
+    pub fn set(&self, setting: &Setting, permit: &dyn Fn() -> Outcome) -> Outcome {
         let running = self.running()?;
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
         let _changing = self.begin_change();
+        permit()?;
         self.check_change(&running, setting)?;
         apply(&running.disk, Some((self, &running)), setting)?;
         match setting {
@@ -58,7 +59,7 @@ impl Device {
 
     /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
-        change.from.as_ref().map_or(Ok(()), |from| self.set(from))?;
+        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
         self.settings.replace(change.to.name(), change.saved.clone());
         Ok(())
     }
@@ -293,7 +294,14 @@ mod tests {
         // The state file still has the settings that this daemon did not understand, and gets those that are
         // set from now on.
         assert_eq!(device.state().unwrap().settings, saved);
-        device.set(&device.read_setting("depth", "16").unwrap()).unwrap();
+        let depth = device.read_setting("depth", "16").unwrap();
+        let refused = device.set(&depth, &|| {
+            assert!(device.changing.try_lock().is_err(), "no other change can begin");
+            Err(Failure::new("the client exited"))
+        });
+        assert_eq!(refused, Err(Failure::new("the client exited")));
+        assert_eq!(device.state().unwrap().settings, saved);
+        device.set(&depth, &|| Ok(())).unwrap();
         let mut settings = device.state().unwrap().settings;
         assert_eq!(settings.pop(), Some(("depth".to_owned(), "16".to_owned())));
         assert!(saved.iter().filter(|(key, _)| key != "depth").eq(&settings));

@@ -53,11 +53,16 @@ fn serve(shared: &Shared, stream: UnixStream) {
         refused(&Failure::new("the client had exited before its request was read"));
         return;
     }
+    // The client may also exit while its request waits for another change.
+    let permit = || match has_hung_up(&stream) {
+        true => Err(Failure::new("the client had exited before its request was executed")),
+        false => Ok(()),
+    };
     let reply = match request {
         Request::Ping {} => reply_line(Ok(())),
         Request::Show {} => reply_line(shared.device().info()),
         Request::Stat {} => reply_line(Ok(shared.device().statistics())),
-        Request::Set { settings } => reply_line(shared.set(&settings).inspect_err(refused)),
+        Request::Set { settings } => reply_line(shared.set(&settings, &permit).inspect_err(refused)),
         Request::Resize { size, grow_by, force, user } => {
             let new = match (size, grow_by) {
                 (_, Some(bytes)) => NewSize::LargerBy(bytes),

@@ -8,9 +8,10 @@ use crate::device::Change;
 use crate::log;
 
 impl Shared {
-    pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
+    /// `permit` is called before each change, when no other change is in progress.
+    pub(super) fn set(&self, settings: &[(String, String)], permit: &dyn Fn() -> Outcome) -> Outcome {
         self.stage().check()?;
-        self.save(self.change(settings), "set, but not saved")
+        self.save(self.change(settings, permit), "set, but not saved")
     }
 
     pub(super) fn join_group(&self, group: &str, file: File) -> Outcome {
@@ -28,7 +29,7 @@ impl Shared {
         let set = changes.iter().try_for_each(|change| {
             let (key, value) = change.to.to_text();
             log::line(&format!("set {key}={value}"));
-            self.change_to(&change.to).map_err(|e| e.during(format_args!("{key}={value}")))?;
+            self.change_to(&change.to, &|| Ok(())).map_err(|e| e.during(format_args!("{key}={value}")))?;
             done.push(change);
             Ok(())
         });
@@ -75,10 +76,10 @@ impl Shared {
         self.write_state(&self.device().state()?)
     }
 
-    pub(super) fn change(&self, settings: &[(String, String)]) -> Outcome {
+    pub(super) fn change(&self, settings: &[(String, String)], permit: &dyn Fn() -> Outcome) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key}={value}"));
-            self.set_one(key, value).map_err(|e| {
+            self.set_one(key, value, permit).map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =
                     if done > 0 { format!(" (already set: {})", before.join(", ")) } else { String::new() };
@@ -88,18 +89,18 @@ impl Shared {
         Ok(())
     }
 
-    fn set_one(&self, key: &str, value: &str) -> Outcome {
+    fn set_one(&self, key: &str, value: &str, permit: &dyn Fn() -> Outcome) -> Outcome {
         if is_removed(key) {
             return Ok(());
         }
-        self.change_to(&self.device().read_setting(key, value)?)
+        self.change_to(&self.device().read_setting(key, value)?, permit)
     }
 
-    fn change_to(&self, setting: &Setting) -> Outcome {
+    fn change_to(&self, setting: &Setting, permit: &dyn Fn() -> Outcome) -> Outcome {
         // After `autoclear=off` has succeeded, the device must not detach. So the stage must not change before
         // the setting has.
         let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
         staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
-        self.device().set(setting)
+        self.device().set(setting, permit)
     }
 }

@@ -375,7 +375,7 @@ mod tests {
             let settings = shared.device.info().unwrap().settings;
             settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
         };
-        let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())]);
+        let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())], &|| Ok(()));
         set("64").unwrap();
         // The device has no block device to leave, so it keeps running.
         assert!(shared.close(Stage::Leaving, Device::leave).is_err());
@@ -386,7 +386,7 @@ mod tests {
         assert!(refused.contains("handed over") && refused.contains("try again"), "{refused}");
         assert_eq!(depth(), "32");
         // The handover began while the change was made.
-        shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
+        shared.change(&[("depth".to_owned(), "16".to_owned())], &|| Ok(())).unwrap();
         assert_eq!(shared.save(Ok(()), ""), Err(Failure::new(refused)));
         *shared.stage() = Stage::Stopping;
         assert_eq!(shared.save(Ok(()), ""), Ok(()));
