@@ -41,7 +41,7 @@ pub struct NbdOptions {
     pub buffered_bytes_max: usize,
     /// I/O buffers of all connections together, in bytes, in addition to 256 KiB per connection. Each engine
     /// gets an equal share, at least the largest request (32 MiB and the blocks at its ends). A connection
-    /// beyond the share waits until others release memory.
+    /// beyond the share waits until others release memory, except for one read at a time.
     pub buffered_bytes_total: usize,
     /// Whether the URI names the first export, which clients also get if they ask for no name.
     pub named_in_uri: bool,

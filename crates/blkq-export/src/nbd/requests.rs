@@ -137,7 +137,7 @@ impl Requests {
     }
 
     pub fn free(&mut self, bytes: usize, shared: &mut EngineShared) {
-        shared.budget.free(self.buffered, bytes);
+        shared.budget.free(self.slot, self.buffered, bytes);
         self.buffered -= bytes;
     }
 
@@ -161,9 +161,9 @@ impl Requests {
             } else if shared.is_full() {
                 return Parsed::Wait;
             } else if let Some(request) = self.parsed {
-                let bytes = self.buffer_bytes(&request);
+                let (bytes, is_read) = (self.buffer_bytes(&request), request.command == Command::Read);
                 if self.buffered > 0 && self.buffered + bytes > shared.options.buffered_bytes_max
-                    || !shared.budget.take(self.slot, self.buffered, bytes)
+                    || !shared.budget.take(self.slot, self.buffered, bytes, is_read)
                 {
                     return Parsed::Wait;
                 }
