@@ -95,12 +95,12 @@ fn commands_name_a_daemon_without_a_control_socket() {
     place.done(&["attach", "ram:1M", "--name", "d"]);
     let pid = place.pid("d");
     fs::remove_file(place.state().join("d.control")).unwrap();
-    for words in [&["set", "d", "depth=8"][..], &["resize", "d", "2M"], &["commit", "d"], &["stat", "d"]] {
-        let line = place.refused(words);
-        assert!(line.contains(&format!("d: the device is starting or stopping (pid {pid})")), "{line}");
-    }
+    let commands = [&["set", "d", "depth=8"][..], &["resize", "d", "2M"], &["commit", "d"], &["stat", "d"]];
+    let refused = commands.map(|words| String::from_utf8(place.run(words).stderr).unwrap());
     signal(pid, rustix::process::Signal::TERM);
     wait_until("the daemon exits", || has_exited(pid));
+    let why = format!("d: the device is starting or stopping (pid {pid})");
+    assert!(refused.iter().all(|line| line.contains(&why)), "{refused:?}");
 }
 
 fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
