@@ -1,9 +1,9 @@
-use blkq::clock::monotonic_ns;
+use blkq::clock::worker_ns;
 use blkq::{EXTENTS_QUERY_NS, Extent};
 
 /// When a query of extents that starts now must return.
 pub(crate) fn query_until_ns() -> u64 {
-    monotonic_ns() + EXTENTS_QUERY_NS
+    worker_ns() + EXTENTS_QUERY_NS
 }
 
 /// Appends `part` to `extents`, of which no two neighbours are of the same kind. Returns false, without effect, if

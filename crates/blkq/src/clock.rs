@@ -161,11 +161,16 @@ pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
 #[inline]
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
-    {
-        let world = crate::simulation::world();
-        world.instant();
-        world.now_ns()
-    }
+    crate::simulation::instant();
+    worker_ns()
+}
+
+/// The time of CLOCK_MONOTONIC in nanoseconds, for a worker: the simulated world, which may kill the process when an
+/// engine reads its clock, does not kill it here.
+#[inline]
+pub fn worker_ns() -> u64 {
+    #[cfg(simulation)]
+    return crate::simulation::world().now_ns();
     #[cfg(not(simulation))]
     read_monotonic_ns()
 }

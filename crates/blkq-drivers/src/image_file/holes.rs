@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 
 use blkq::Extent;
-use blkq::clock::monotonic_ns;
+use blkq::clock::worker_ns;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
@@ -69,7 +69,7 @@ impl ImageFile {
             // If the file changes between the two searches, the second one may not advance. Reporting one sector as
             // data guarantees progress.
             let hole = if hole == at { up(at + 1).min(end) } else { hole };
-            if !advance(hole, &mut at, false) || monotonic_ns() >= until_ns {
+            if !advance(hole, &mut at, false) || worker_ns() >= until_ns {
                 break;
             }
         }

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::bio::{BioFlags, Operation};
 use crate::budget::TURN_BUDGET;
 use crate::buffer::Segment;
-use crate::clock::monotonic_ns;
+use crate::clock::{monotonic_ns, worker_ns};
 use crate::driver::{Busy, Driver, DriverContext, DriverQueue, EXTENTS_QUERY_NS, Extent, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
@@ -82,7 +82,7 @@ impl Driver for Ram {
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         self.medium
-            .extents(range, max, monotonic_ns() + EXTENTS_QUERY_NS)
+            .extents(range, max, worker_ns() + EXTENTS_QUERY_NS)
             .map_err(|e| Error::system("cannot read which pages of the RAM disk are allocated", e))
     }
 }
@@ -271,7 +271,7 @@ impl Medium {
                 }
                 at += length;
             }
-            if monotonic_ns() >= until_ns {
+            if worker_ns() >= until_ns {
                 break;
             }
         }

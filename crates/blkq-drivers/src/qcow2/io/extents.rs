@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::clock::monotonic_ns;
+use blkq::clock::worker_ns;
 use blkq::sync::lock;
 use blkq::{DepthExtent, Extent};
 
@@ -81,7 +81,7 @@ fn each_run(
             Some(taken) => left.start += taken,
             None => break,
         }
-        if monotonic_ns() >= until_ns {
+        if worker_ns() >= until_ns {
             break;
         }
     }
