@@ -378,6 +378,30 @@ fn the_image_of_a_killed_guest_device_waits_for_its_next_daemon() {
     place.done(&["attach", &image, "--name", "other", "--export", "nbd"]);
 }
 
+// Contract: exclusive
+#[test]
+fn the_name_of_a_killed_guest_device_continues_its_disk() {
+    let place = Place::new("continuing-guest");
+    let image = place.image("disk.img", 1 << 20);
+    let guest = ["attach", &image, "--export", "vhost-user-blk"];
+    place.done(&[&guest[..], &["--depth", "9"]].concat());
+    kill_and_wait(place.pid("disk.img"), &[&image]);
+    let missing = place.dir.join("missing").to_str().unwrap().to_owned();
+    for words in [&["attach", &image][..], &["attach", "ram:1M", "--name", "disk.img"]] {
+        assert!(place.refused(words).contains("run `blkq recover disk.img`"));
+    }
+    place.refused(&["attach", &missing, "--name", "disk.img"]);
+    // This attach fails after it has claimed the name.
+    place.refused(&[&guest[..], &["--vhost-socket", &format!("{missing}/socket")]].concat());
+    place.done(&["recover", "disk.img"]);
+    assert_eq!(place.json(&["show", "disk.img", "--json"])["settings"]["depth"], 9);
+    kill_and_wait(place.pid("disk.img"), &[&image]);
+    place.done(&guest);
+    place.done(&["detach", "disk.img"]);
+    assert_eq!(place.files(), <[String; 0]>::default());
+    place.done(&["attach", &image]);
+}
+
 #[test]
 fn dead_devices_are_recovered_with_their_options() {
     let place = Place::new("recover-dead");

@@ -43,6 +43,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// How long to wait before an event is handled again for which no thread could be started.
 const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
+/// Why a daemon starts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Start {
+    Attach,
+    /// Another daemon served the device before.
+    Succeed,
+    /// A block device of the kernel has no daemon.
+    Recover,
+}
+
 pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
@@ -65,7 +75,8 @@ impl Serve for Daemon {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&options.default_name())?,
         };
-        Daemon::attach(claim, signals, options, Vec::new(), inherited, parent)
+        claim.check_continues(options)?;
+        Daemon::attach(claim, signals, options, Vec::new(), inherited, parent, Start::Attach)
     }
 
     fn succeed(
@@ -77,7 +88,7 @@ impl Serve for Daemon {
     ) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = dir.claim_for_successor(name)?;
-        Daemon::attach(claim, signals, options, settings, inherited, parent)
+        Daemon::attach(claim, signals, options, settings, inherited, parent, Start::Succeed)
     }
 
     fn recover(
@@ -92,7 +103,7 @@ impl Serve for Daemon {
             claim.remove_socket(suffix)?;
         }
         let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
-        Daemon::ready(claim, signals, options, open, true, parent)
+        Daemon::ready(claim, signals, options, open, Start::Recover, parent)
     }
 
     fn info(&self) -> Outcome<DeviceInfo> {
@@ -212,9 +223,10 @@ impl Daemon {
         settings: Vec<(String, String)>,
         inherited: Vec<OwnedFd>,
         parent: &mut Parent,
+        start: Start,
     ) -> Outcome<Daemon> {
         let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
-        Daemon::ready(claim, signals, options, open, false, parent)
+        Daemon::ready(claim, signals, options, open, start, parent)
     }
 
     fn begin() -> Outcome<(StateDir, Signals)> {
@@ -236,7 +248,7 @@ impl Daemon {
         signals: Signals,
         options: &AttachOptions,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
-        is_orphan: bool,
+        start: Start,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let system =
@@ -247,15 +259,16 @@ impl Daemon {
         let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
         let (sender, stopped) = channel();
         let owner = geteuid();
-        // The device had a daemon before, and its clients wait for this one, even if the command has been
-        // interrupted.
-        let is_successor = claim.is_kept();
+        // The device had a daemon before, and its clients wait for the next one, which finds it by its files.
+        let has_files = claim.is_kept();
+        // Then the clients wait for this daemon even if the command has been interrupted.
+        let is_successor = has_files && start != Start::Attach;
         let mut device = match open(&claim) {
             Ok(device) => device,
             Err(failure) => {
                 // If the kernel refused to remove a new block device, its files must stay, so that it can be
                 // recovered.
-                if !is_successor && claim.has_orphan() {
+                if !has_files && claim.has_orphan() {
                     claim.keep(true);
                 }
                 return Err(failure);
@@ -298,9 +311,9 @@ impl Daemon {
             Ok(announced) => announced,
             Err(failure) => {
                 // No client knows this device yet, so it is removed. An orphan remains an orphan.
-                if !is_orphan {
+                if start != Start::Recover {
                     let closed = device.close(true);
-                    if claim.is_kept() && !is_successor {
+                    if claim.is_kept() && !has_files {
                         claim.keep(device.leaves_block_device());
                     }
                     closed

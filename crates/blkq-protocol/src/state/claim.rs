@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use blkq_drivers::DriverSpec;
 use rustix::fs::{FlockOperation, flock};
 
 use super::dying::DYING_WAIT;
@@ -14,8 +15,8 @@ use super::orphan::{self, orphan};
 use super::remains::last_lines;
 use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
-use crate::info::StateFile;
-use crate::options::Record;
+use crate::info::{FileId, StateFile};
+use crate::options::{AttachOptions, Export, Format, Record};
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.
@@ -27,7 +28,7 @@ const UNIQUE_NAMES_MAX: u32 = 10_000;
 
 impl StateDir {
     /// Claims `name` for a new device. Fails if the name is malformed, too long for this directory, or in
-    /// use.
+    /// use. The state of a virtual machine's disk whose daemon died stays: see [`Claim::check_continues`].
     pub fn claim(&self, name: &str) -> Outcome<Claim> {
         self.claim_as(name, Taker::Attach)
     }
@@ -173,17 +174,10 @@ pub struct Claim {
     kept: bool,
     /// Whether the log of the previous daemon stays when the claim is dropped.
     old_log_kept: bool,
-    /// The daemon that held the name before and died.
-    after: Option<Before>,
+    /// The state of the daemon that held the name before and died.
+    before: Option<StateFile>,
     /// Holds the flock(2) lock. The kernel releases it when this process exits, however that happens.
     lock: File,
-}
-
-/// A daemon that died: the image that it served, and its [`StateFile::owner`].
-#[derive(Debug)]
-struct Before {
-    image: String,
-    owner: Option<String>,
 }
 
 impl Claim {
@@ -226,9 +220,10 @@ impl Claim {
                 _ => continue,
             }
             let state = dir.read_state(name);
-            let before =
-                |state: &StateFile| Before { image: state.image.clone(), owner: state.owner.clone() };
-            let after = state.as_ref().map(before);
+            let is_guest = |state: &StateFile| matches!(state.guest_options(), Ok(Some(_)));
+            let continues =
+                taker == Taker::Successor || taker == Taker::Attach && state.as_ref().is_some_and(is_guest);
+            let before = state.clone();
             let orphan = orphan(state)?;
             if orphan.is_none() {
                 if create {
@@ -236,7 +231,7 @@ impl Claim {
                 }
                 let stays = |suffix: &str| {
                     [".lock", OLD_LOG].contains(&suffix)
-                        || taker == Taker::Successor && [".json", OPTIONS, OWNER].contains(&suffix)
+                        || continues && [".json", OPTIONS, OWNER].contains(&suffix)
                 };
                 for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
                     remove(&dir.file(name, suffix)).map_err(failure)?;
@@ -244,9 +239,9 @@ impl Claim {
             }
             // If a step fails from here on, dropping the claim removes all files, unless another daemon can
             // still serve the device.
-            let kept = orphan.is_some() || taker == Taker::Successor && dir.read_state(name).is_some();
+            let kept = orphan.is_some() || continues && dir.read_state(name).is_some();
             let claim =
-                Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
+                Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, before, lock };
             let pid = format!("{}\n", std::process::id());
             claim
                 .lock
@@ -271,12 +266,38 @@ impl Claim {
     /// Whether the previous daemon of this name served `image` and died. If so, its last writes may still be
     /// in flight.
     pub fn is_after(&self, image: &str) -> bool {
-        self.after.as_ref().is_some_and(|before| before.image == image)
+        self.before.as_ref().is_some_and(|before| before.image == image)
     }
 
     /// How the storage of `image` identified that daemon ([`StateFile::owner`]).
     pub fn owner_before(&self, image: &str) -> Option<String> {
-        self.after.as_ref().filter(|before| before.image == image)?.owner.clone()
+        self.before.as_ref().filter(|before| before.image == image)?.owner.clone()
+    }
+
+    /// Refuses to attach a device with `options` under a name that belongs to the disk of a virtual machine whose
+    /// daemon died, unless the options serve the same disk to the machine. Otherwise the machine would later overwrite
+    /// newer data with the requests that it submits again.
+    pub fn check_continues(&self, options: &AttachOptions) -> Outcome {
+        let Some(before) = &self.before else { return Ok(()) };
+        let Ok(Some(theirs)) = before.guest_options() else { return Ok(()) };
+        let is_image = match (&theirs.image, &options.image) {
+            (DriverSpec::Image(one), DriverSpec::Image(other)) => {
+                FileId::of(other).is_some_and(|other| [before.file, FileId::of(one)].contains(&Some(other)))
+            }
+            (one, other) => one == other,
+        };
+        let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
+        let is_disk = is_image && theirs.offset == options.offset && is_qcow2(&theirs) == is_qcow2(options);
+        let exports = &options.exports;
+        if is_disk && exports.contains(&Export::VhostUserBlk) && !exports.contains(&Export::Ublk) {
+            return Ok(());
+        }
+        let name = &self.name;
+        let other_name = if is_image { "" } else { "; or choose another --name" };
+        Err(Failure::new(format!(
+            "the name {name} belongs to the disk of a virtual machine, which waits because the daemon was killed or \
+             crashed; run `blkq recover {name}` to serve it again, or `blkq detach {name}` to remove it{other_name}"
+        )))
     }
 
     pub fn file(&self, suffix: &str) -> PathBuf {
@@ -345,7 +366,8 @@ fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::harness::{files, scratch};
+    use crate::harness::{files, options, scratch};
+    use crate::info::DaemonState;
     use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
 
     // Contract: detach
@@ -385,6 +407,45 @@ mod tests {
         std::thread::spawn(move || sender.send(of_another.claim("a").map(drop)));
         let refused = claimed.recv_timeout(Duration::from_secs(60)).expect("it waits").unwrap_err();
         assert!(refused.to_string().contains("in use by another device"), "{refused}");
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    // Contract: exclusive
+    #[test]
+    fn an_attach_continues_the_disk_of_a_waiting_guest_or_fails() {
+        let dir = scratch("continues");
+        let [image, other] =
+            ["image", "other"].map(|name| dir.path().join(name).to_str().unwrap().to_owned());
+        fs::write(&image, "x").unwrap();
+        fs::write(&other, "x").unwrap();
+        let guest = options(&[&image, "--export", "vhost-user-blk", "--offset", "512"]);
+        let mut claim = dir.claim("a").unwrap();
+        let number = claim.write_options(&image, &Record::new(&guest).unwrap(), None).unwrap();
+        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        claim.write_state(&state).unwrap();
+        claim.keep(true);
+        drop(claim);
+        let before = dir.read_state("a");
+        let attach = |words: &[&str]| dir.claim("a").unwrap().check_continues(&options(words));
+        for words in [
+            &[&*image, "--offset", "512", "--export", "nbd"][..],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--export", "ublk"],
+            &[&image, "--export", "vhost-user-blk"],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--format", "qcow2"],
+            &[&other, "--offset", "512", "--export", "vhost-user-blk"],
+            &["ram:1M", "--export", "vhost-user-blk"],
+        ] {
+            let refused = attach(words).unwrap_err().to_string();
+            assert!(refused.contains("run `blkq recover a`"), "{words:?}: {refused}");
+            assert_eq!(refused.contains("another --name"), words[0] != image, "{refused}");
+        }
+        let again = ["--offset", "512", "--export", "nbd", "--export", "vhost-user-blk"];
+        assert_eq!(attach(&[&[&*image], &again[..]].concat()), Ok(()));
+        fs::rename(&image, dir.path().join("moved")).unwrap();
+        assert_eq!(attach(&[&[dir.path().join("moved").to_str().unwrap()], &again[..]].concat()), Ok(()));
+        assert_eq!(dir.read_state("a"), before, "an attach that fails changes nothing");
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(_))));
+        assert!(attach(&[&other, "--export", "nbd"]).is_ok());
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

@@ -4,8 +4,8 @@
 //! `.log`.
 //! The daemon holds a flock(2) lock on `NAME.lock` as long as it runs, so the kernel releases the name of a
 //! daemon that was killed. The process that gets the lock next removes the stale files first, unless it is
-//! the next daemon of the same device. A new attach of the name keeps the old log as `NAME.log.1` until the
-//! device is detached.
+//! the next daemon of the same device, or the device is the disk of a virtual machine. A new attach of the
+//! name keeps the old log as `NAME.log.1` until the device is detached.
 //!
 //! A block device of the kernel survives its daemon. It is called an orphan then, and its files stay until it
 //! is recovered or detached.

@@ -48,7 +48,7 @@ impl Busy {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
-    /// Only files are left, which the next attach of this name removes.
+    /// Only files are left, which the next attach of this name removes or replaces.
     Dead,
     /// A block device is left in the kernel. Its I/O waits until another daemon recovers it.
     Orphan,
