@@ -20,7 +20,7 @@ impl StateDir {
             let Some(state) = self.read_state(&other) else { continue };
             // The state files of older versions have only the path.
             let theirs = state.attach_options.as_ref().and_then(|record| record.read().ok());
-            let theirs = theirs.unwrap_or_else(|| AttachOptions {
+            let mut theirs = theirs.unwrap_or_else(|| AttachOptions {
                 image: DriverSpec::Image(PathBuf::from(&state.image)),
                 offset: 0,
                 size_limit: None,
@@ -29,6 +29,12 @@ impl StateDir {
                 format: None,
                 ..options.clone()
             });
+            // The next daemon serves a block device in its present size. If the size is unknown, the block device
+            // does not exist or cannot be inspected below.
+            if let Some(block_device) = &state.ublk {
+                let bytes = || block_device.identity().size_bytes().ok().flatten();
+                theirs.size_limit = theirs.size_limit.and_then(|_| bytes());
+            }
             let is_image = excludes(&theirs, state.file, options);
             if !is_image && ![&theirs, options].into_iter().any(has_backing_files) {
                 continue;
@@ -154,6 +160,26 @@ mod tests {
         let why = dir.check_not_waiting("b", &other).unwrap_err().to_string();
         assert!(why.contains("belongs to a, which is being handed over"), "{why}");
         assert_eq!(dir.check_not_waiting("a", &other), Ok(()), "the next daemon may open the image");
+        drop(claim);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    // Contract: exclusive
+    #[test]
+    fn a_block_device_may_have_outgrown_its_attach_options() {
+        let dir = scratch("waiting-resized");
+        let image = dir.path().join("image");
+        fs::write(&image, "x").unwrap();
+        let image = image.to_str().unwrap();
+        let claim = dir.claim("a").unwrap();
+        let record = Record::new(&options(&[image, "--export", "ublk", "--size-limit", "4096"])).unwrap();
+        // There is no such block device, so its size is unknown.
+        let number = claim.write_options(image, &record, Some(u64::MAX)).unwrap();
+        claim.write_state(&DaemonState { pid: 1, image: number, exports: vec![], settings: vec![] }).unwrap();
+        let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
+        let after = options(&[image, "--export", "nbd", "--offset", "4096"]);
+        let why = dir.check_not_waiting("b", &after).unwrap_err().to_string();
+        assert!(why.contains("belongs to a"), "{why}");
         drop(claim);
         fs::remove_dir_all(dir.path()).unwrap();
     }
