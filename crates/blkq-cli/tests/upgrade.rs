@@ -378,6 +378,33 @@ fn the_image_of_a_killed_guest_device_waits_for_its_next_daemon() {
     place.done(&["attach", &image, "--name", "other", "--export", "nbd"]);
 }
 
+#[test]
+fn no_client_waits_because_of_a_pid_file() {
+    let place = Place::new("successor-pid-file");
+    let [a, b] = ["a.img", "b.img"].map(|name| place.image(name, 1 << 20));
+    let path = place.dir.join("p").to_str().unwrap().to_owned();
+    let pid_file = ["--pid-file", &path];
+    place.done(&[&["attach", &a, "--name", "a", "--export", "vhost-user-blk"], &pid_file[..]].concat());
+    kill_and_wait(place.pid("a"), &[&a]);
+    place.done(&[&["attach", &b, "--name", "b"], &pid_file[..]].concat());
+    let warned = |words: &[&str], why: &str| {
+        let output = place.run(words);
+        let warnings = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && warnings.contains(why), "{words:?}: {warnings}");
+        assert!(!warnings.contains("choose another path"), "{warnings}");
+    };
+    warned(&["recover", "a"], "belongs to another running device");
+    let pid = format!("{}\n", place.pid("b"));
+    assert_eq!(fs::read_to_string(&path).unwrap(), pid);
+    place.done(&["detach", "b"]);
+    fs::write(&path, "notes").unwrap();
+    warned(&["upgrade", "a"], "something other than a process ID");
+    assert_eq!(fs::read_to_string(&path).unwrap(), "notes");
+    fs::remove_file(&path).unwrap();
+    place.done(&["upgrade", "a"]);
+    assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", place.pid("a")));
+}
+
 // Contract: exclusive
 #[test]
 fn the_name_of_a_killed_guest_device_continues_its_disk() {

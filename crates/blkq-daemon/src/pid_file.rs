@@ -22,6 +22,8 @@ const LINKS_MAX: usize = 40;
 const ATTEMPTS_MAX: usize = 100;
 /// Maximum size of a pid file in bytes: a number of up to ten digits, and white space.
 const TEXT_BYTES_MAX: u64 = 32;
+/// For `blkq attach`, which has the option.
+const HINT: &str = "; choose another path";
 
 /// The pid file of this process. It is locked with flock(2), so that no other daemon replaces it. When this
 /// is dropped, the file is removed if it is still the file that was written here.
@@ -45,6 +47,19 @@ impl PidFile {
         PidFile::write_to(path, image).map(Some)
     }
 
+    /// As [`PidFile::write`], for a daemon whose clients wait for it: returns a failure as a warning, because
+    /// no pid file is worth their I/O.
+    pub fn write_or_warn(options: &AttachOptions) -> (Option<PidFile>, Option<String>) {
+        match PidFile::write(options) {
+            Ok(file) => (file, None),
+            Err(failure) => {
+                let why = failure.to_string();
+                let why = why.trim_end_matches(HINT);
+                (None, Some(format!("the daemon has no pid file: {why}")))
+            }
+        }
+    }
+
     fn write_to(path: &Path, image: Option<FileId>) -> Outcome<PidFile> {
         let failed = |e: io::Error| Failure::new(format!("cannot write --pid-file {}: {e}", path.display()));
         for _ in 0..ATTEMPTS_MAX {
@@ -55,10 +70,7 @@ impl PidFile {
                 return Ok(PidFile { path: real, file });
             }
         }
-        Err(Failure::new(format!(
-            "another process keeps replacing --pid-file {}; choose another path",
-            path.display()
-        )))
+        Err(Failure::new(format!("another process keeps replacing --pid-file {}{HINT}", path.display())))
     }
 
     pub fn path(&self) -> &Path {
@@ -108,7 +120,7 @@ pub fn real_path(path: &Path) -> io::Result<PathBuf> {
 fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let shown = path.display();
     let failed = |e: io::Error| Failure::new(format!("cannot open --pid-file {shown}: {e}"));
-    let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}; choose another path"));
+    let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}{HINT}"));
     // O_PATH, because opening a device or a FIFO can have side effects.
     let found = match OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path) {
         Ok(found) => found,

@@ -127,6 +127,11 @@ impl Device {
         self.background().as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
     }
 
+    /// `blkq show` prints the warnings until the daemon exits.
+    pub fn add_warnings(&mut self, warnings: impl IntoIterator<Item = String>) {
+        self.attached.warnings.extend(warnings);
+    }
+
     fn background(&self) -> MutexGuard<'_, Option<BackgroundThreads>> {
         self.background.lock().unwrap_or_else(PoisonError::into_inner)
     }

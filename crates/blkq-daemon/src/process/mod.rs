@@ -279,7 +279,9 @@ impl Daemon {
             claim.keep(true);
         }
         let mut announce = || -> Outcome<(Option<PidFile>, File)> {
-            let pid_file = PidFile::write(options)?;
+            let (pid_file, no_pid_file) =
+                if is_successor { PidFile::write_or_warn(options) } else { (PidFile::write(options)?, None) };
+            device.add_warnings(no_pid_file);
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
                 // Otherwise the daemon would keep an unrelated file system busy.
