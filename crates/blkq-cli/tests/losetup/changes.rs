@@ -27,6 +27,10 @@ fn the_capacity_is_read_again_when_the_file_has_grown() {
     place.losetup(&["-c", &device]);
     assert_eq!(size(&uri), 512 << 10);
     assert!(place.losetup_refused(&["-c", "nothing"]).contains("no such device"));
+    let _client = client(&uri);
+    fs::File::options().write(true).open(&image).unwrap().set_len(256 << 10).unwrap();
+    let line = place.losetup_refused(&["-c", &device]);
+    assert!(line.contains("connected; disconnect it first, or run `blkq resize --force disk.img`"), "{line}");
 }
 
 /// LTP ioctl_loop05: direct I/O is switched on a device in use without loss of data.

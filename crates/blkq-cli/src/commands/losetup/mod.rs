@@ -238,7 +238,7 @@ impl Args {
                 let name = existing(&dir, device)?.name;
                 resize::resize(&dir, &name, NewSize::OfImage, false)
                     .map(|_| ExitCode::SUCCESS)
-                    .map_err(|e| e.during(format_args!("set capacity of {name}")))
+                    .map_err(|e| resize_hint(&e, &name).during(format_args!("set capacity of {name}")))
             }
             Action::Detach(devices) => self.detach(devices, command, |device| {
                 let name = name_of(&dir, &word_of(device)?)?;
@@ -400,6 +400,12 @@ impl Args {
 
 fn failed(failure: &Failure, command: fn() -> clap::Command) -> Failure {
     Failure::new(translated(&failure.to_string(), &command())).during("losetup")
+}
+
+/// Replaces the option of `blkq resize`, which losetup lacks.
+fn resize_hint(failure: &Failure, name: &str) -> Failure {
+    let command = format!("run `blkq resize --force {name}`");
+    Failure::new(failure.to_string().replace("use --force", &command))
 }
 
 fn note(text: impl std::fmt::Display) {
