@@ -1,4 +1,5 @@
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blkq::ErrorKind;
@@ -8,7 +9,7 @@ use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
 use blkq_protocol::daemon::Serve;
-use blkq_protocol::state::StateDir;
+use blkq_protocol::state::{STATE_DIR_VARIABLE, StateDir};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 
@@ -119,11 +120,10 @@ fn state_directory() -> Finding {
         // `create` only checks the owner and the mode of a directory that exists.
         return match dir.create() {
             Ok(()) => Finding::ok(name, shown.to_string()),
-            Err(failure) => Finding::missing(
-                name,
-                failure.to_string(),
-                format!("run `chmod 700 {}` as its owner", shell_word(dir.path())),
-            ),
+            Err(failure) => {
+                let hint = directory_hint(dir.path(), geteuid().as_raw());
+                Finding::missing(name, failure.to_string(), hint)
+            }
         }
         .needed();
     }
@@ -137,6 +137,16 @@ fn state_directory() -> Finding {
         ),
     }
     .needed()
+}
+
+/// How `user` gets a state directory instead of the one at `path`, which cannot be used.
+fn directory_hint(path: &Path, user: u32) -> String {
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() && metadata.uid() == user => {
+            format!("chmod 700 {}", shell_word(path))
+        }
+        _ => format!("export {STATE_DIR_VARIABLE}=DIR, with a directory that you own"),
+    }
 }
 
 /// The limit that applies to daemons, which raise it as far as the kernel allows. Raising the hard limit
@@ -327,6 +337,10 @@ mod tests {
             (certificates.state, certificates.needed, certificates.asked),
             (State::Missing, false, true)
         );
+        let (directory, own) = (std::env::temp_dir(), fs::metadata(std::env::temp_dir()).unwrap().uid());
+        assert!(directory_hint(&directory, own).starts_with("chmod 700 "));
+        assert!(directory_hint(&directory, own + 1).starts_with("export BLKQ_STATE_DIR="));
+        assert!(directory_hint(Path::new("/nowhere"), own).starts_with("export BLKQ_STATE_DIR="));
         assert!(huge_pages("always [madvise] never").found.contains("madvise"));
     }
 }
