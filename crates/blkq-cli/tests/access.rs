@@ -1,4 +1,4 @@
-//! Access to the sockets of a device.
+//! Access to the sockets of a device, and the words that name them.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -69,4 +69,34 @@ fn an_open_socket_and_a_closed_directory_are_warned_of() {
     assert!(place.files().is_empty() && !place.dir.join("c.sock").exists());
     let usage = place.run(&["attach", "ram:1M", "--listen", &listen, "--socket-mode", "rw"]);
     assert_eq!(usage.status.code(), Some(2));
+}
+
+#[test]
+fn a_daemon_cannot_claim_the_address_of_another_device() {
+    let place = Place::new("claimed");
+    let guest = ["--export", "nbd", "--export", "vhost-user-blk"];
+    let mut claimed = Vec::new();
+    for name in ["good", "evil"] {
+        let printed = place.done(&[&["attach", "null:1M", "--name", name], &guest[..]].concat());
+        claimed.extend(printed.lines().map(str::to_owned));
+    }
+    let tcp =
+        place.done(&["attach", "null:1M", "--name", "tcp", "--listen", "tcp:127.0.0.1:0", "--insecure"]);
+    let tcp = tcp.lines().next().unwrap();
+    claimed.push(tcp.to_owned());
+    assert_eq!(place.json(&["show", "--json", tcp])["name"], "tcp");
+    kill(place.pid("evil"));
+    let path = place.state().join("evil.json");
+    let mut state: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    state["exports"] = claimed.clone().into();
+    let set_mode = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    set_mode(0o600);
+    fs::write(&path, state.to_string()).unwrap();
+    set_mode(0o400);
+    place.done(&["detach", "good", "tcp"]);
+    for (number, address) in claimed.iter().enumerate() {
+        let line = place.refused(&["set", address, "depth=9"]);
+        let is_own = [2, 3].contains(&number);
+        assert_eq!(line.contains("no such device"), !is_own, "{address}: {line}");
+    }
 }

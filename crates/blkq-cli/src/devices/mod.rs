@@ -10,11 +10,14 @@ use blkq_protocol::control::{Called, Request, call, no_such_device};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::backing::is_behind;
 use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::options::Address;
 use blkq_protocol::state::{Fate, Found, Remains, StateDir, check_name};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::config::{Configured, configured};
+
+use uri::{NbdAddress, Place};
 
 #[derive(Serialize, Debug)]
 #[serde(untagged)]
@@ -158,7 +161,10 @@ impl Target<'_> {
 
     fn is(&self, dir: &StateDir, name: &str) -> bool {
         let is_at = |exports: &[String]| {
-            exports.iter().any(|export| OsStr::new(export) == self.word || Path::new(export) == self.node)
+            exports.iter().any(|export| {
+                OsStr::new(export) == self.word && is_recorded(dir, name, export)
+                    || Path::new(export) == self.node
+            })
         };
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
             Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
@@ -173,6 +179,33 @@ impl Target<'_> {
         let mut names = dir.names()?;
         names.retain(|name| self.is(dir, name));
         Ok(names)
+    }
+}
+
+/// Whether the commands that attached the device recorded that it listens at `export`. True for exports that are not
+/// addresses. A daemon that was taken over could claim the address of another device, as it writes the exports itself.
+fn is_recorded(dir: &StateDir, name: &str, export: &str) -> bool {
+    let Some(place) = Place::parse(export) else { return true };
+    let record = dir.read_state(name).and_then(|state| state.attach_options);
+    let Some(Ok(options)) = record.map(|record| record.read()) else { return false };
+    // The state directory may have two paths.
+    let is_same = |one: &Path, other: &Path| {
+        one == other || FileId::of(one).is_some_and(|file| FileId::of(other) == Some(file))
+    };
+    let own = |suffix| dir.file(name, suffix);
+    match &place {
+        Place::VhostUser(path) => is_same(path, &options.vhost_socket.unwrap_or_else(|| own(".vhost"))),
+        Place::Nbd { address: NbdAddress::Unix(path), .. } if options.listen.is_empty() => {
+            is_same(path, &own(".nbd"))
+        }
+        Place::Nbd { address, .. } => options.listen.iter().any(|listen| match (listen, address) {
+            (Address::Unix(path), NbdAddress::Unix(claimed)) => is_same(path, claimed),
+            // The kernel chooses a free port for port 0.
+            (Address::Tcp(_, port), NbdAddress::Tcp(_, claimed)) => {
+                *port == 0 || port.to_string() == *claimed
+            }
+            _ => false,
+        }),
     }
 }
 
