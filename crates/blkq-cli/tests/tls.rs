@@ -130,6 +130,39 @@ fn an_expired_authority_does_not_keep_a_device_waiting() {
 }
 
 #[test]
+fn a_certificate_that_clients_refuse_is_reported() {
+    let place = Place::new("refused-certificate");
+    place.quick_start();
+    place.done(&["detach", "disk.img"]);
+    let [image, server] =
+        ["disk.img", "server"].map(|name| place.dir.join(name).to_str().unwrap().to_owned());
+    let listen = format!("tcp:127.0.0.1:{}", free_port());
+    let attach = ["attach", &image, "--listen", &listen, "--tls-certificates", &server];
+    let doctor = ["doctor", "--tls-certificates", &server, "--json"];
+    let reported = |why: &str| {
+        let output = place.run(&attach);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && errors.contains(why), "{errors}");
+        let found: serde_json::Value = serde_json::from_slice(&place.run(&doctor).stdout).unwrap();
+        let text = found.to_string();
+        assert!(text.contains(why) && !text.contains("certificates are usable"), "{text}");
+        place.done(&["detach", "disk.img"]);
+    };
+    let sign = "openssl x509 -in server/server-cert.pem -signkey server/server-key.pem -out new.pem";
+    place.shell_done(&format!("{sign} -days -1; mv new.pem server/server-cert.pem"));
+    reported("clients that verify the server may refuse it: TLS: ");
+    reported("server-cert.pem: the certificate has expired; replace it");
+    for (extension, why) in [
+        ("extendedKeyUsage=clientAuth", "its extendedKeyUsage lacks serverAuth"),
+        ("keyUsage=keyCertSign", "its keyUsage lacks digitalSignature"),
+    ] {
+        let extended = format!("echo {extension} >new.cnf; {sign} -clrext -extfile new.cnf -days 2");
+        place.shell_done(&format!("{extended}; mv new.pem server/server-cert.pem"));
+        reported(why);
+    }
+}
+
+#[test]
 fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     let place = Place::new("reload");
     let (_, port) = place.quick_start();

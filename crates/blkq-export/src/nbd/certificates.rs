@@ -130,7 +130,8 @@ impl TlsCertificates {
         self.loaded.read().unwrap_or_else(PoisonError::into_inner).verifies_clients
     }
 
-    /// The authorities that were left out, one line each: see [`TlsCertificates::load_valid_authorities`].
+    /// Why clients may refuse the certificate of the server, and the authorities that were left out
+    /// ([`TlsCertificates::load_valid_authorities`]), one line each.
     pub fn warnings(&self) -> Vec<String> {
         self.loaded.read().unwrap_or_else(PoisonError::into_inner).warnings.clone()
     }
@@ -149,7 +150,10 @@ impl Loaded {
     fn read(directory: &Path, outdated: Outdated) -> Result<Loaded, Error> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let identity = identity(directory, &provider)?;
-        let mut warnings = Vec::new();
+        let why = identity.cert.first().and_then(|leaf| server_flaw(leaf, UnixTime::now()));
+        let named = |why| invalid(&directory.join(CERTIFICATE), &why);
+        let warning = |why| format!("clients that verify the server may refuse it: {}", named(why));
+        let mut warnings: Vec<String> = why.map(warning).into_iter().collect();
         let verifier = verifier(directory, &provider, outdated, &mut warnings)?;
         let verifies_clients = verifier.is_some();
         let builder = ServerConfig::builder_with_provider(provider)
@@ -194,6 +198,23 @@ fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey,
         error => invalid(&certificate, &unusable(&error)),
     })?;
     Ok(identity)
+}
+
+/// Why clients may refuse the certificate of a server, with a hint. `None` also for a malformed certificate.
+fn server_flaw(certificate: &[u8], now: UnixTime) -> Option<&'static str> {
+    let now = now.as_secs() as i64;
+    let it = CertificateUse::parse(certificate)?;
+    if it.not_after < now {
+        Some("the certificate has expired; replace it")
+    } else if it.not_before > now {
+        Some("the certificate is not valid yet; check the clock of this machine")
+    } else if !it.is_for_servers {
+        Some("its extendedKeyUsage lacks serverAuth; replace it")
+    } else if !it.may_sign() {
+        Some("its keyUsage lacks digitalSignature; replace it")
+    } else {
+        None
+    }
 }
 
 fn unusable(error: &rustls::Error) -> String {

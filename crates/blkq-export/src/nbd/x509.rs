@@ -15,9 +15,12 @@ const SEQUENCE: u8 = 0x30;
 const VERSION: u8 = 0xa0;
 const EXTENSIONS: u8 = 0xa3;
 
-/// Object identifiers `id-ce-keyUsage` and `id-ce-basicConstraints`.
+/// Object identifiers `id-ce-keyUsage`, `id-ce-basicConstraints` and `id-ce-extKeyUsage`.
 const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
 const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
+const EXTENDED_KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x25];
+/// Object identifiers `anyExtendedKeyUsage` and `id-kp-serverAuth`, one of which a TLS server needs.
+const SERVER_USES: [&[u8]; 2] = [&[0x55, 0x1d, 0x25, 0], &[0x2b, 6, 1, 5, 5, 7, 3, 1]];
 
 /// Bits of the first byte of keyUsage. Bit 0 of the specification is the most significant one.
 const DIGITAL_SIGNATURE: u8 = 0x80;
@@ -34,6 +37,8 @@ pub struct CertificateUse {
     pub is_authority: bool,
     /// First byte of keyUsage. `None`: the certificate has no keyUsage, so all uses are allowed.
     key_usage: Option<u8>,
+    /// The extension extKeyUsage, if there is one, allows a TLS server.
+    pub is_for_servers: bool,
 }
 
 impl CertificateUse {
@@ -49,7 +54,13 @@ impl CertificateUse {
         let (not_before, not_after) = (time(validity.element()?)?, time(validity.element()?)?);
         fields.take(SEQUENCE)?; // subject
         fields.take(SEQUENCE)?; // public key
-        let mut parsed = CertificateUse { not_before, not_after, is_authority: false, key_usage: None };
+        let mut parsed = CertificateUse {
+            not_before,
+            not_after,
+            is_authority: false,
+            key_usage: None,
+            is_for_servers: true,
+        };
         let mut has_constraints = false;
         while !fields.0.is_empty() {
             let (tag, content) = fields.element()?;
@@ -71,6 +82,7 @@ impl CertificateUse {
                         // The first byte of a bit string is the number of unused bits.
                         parsed.key_usage = Some(*Reader(value).take(BIT_STRING)?.get(1).unwrap_or(&0));
                     }
+                    EXTENDED_KEY_USAGE => parsed.is_for_servers &= allows_servers(value) == Some(true),
                     // An extension must not occur twice (RFC 5280, 4.2): its meaning would be ambiguous.
                     BASIC_CONSTRAINTS | KEY_USAGE => return None,
                     _ => {}
@@ -120,6 +132,15 @@ impl<'a> Reader<'a> {
     fn take_if(&mut self, tag: u8) -> Option<Option<&'a [u8]>> {
         if self.0.first() == Some(&tag) { self.take(tag).map(Some) } else { Some(None) }
     }
+}
+
+fn allows_servers(extended_key_usage: &[u8]) -> Option<bool> {
+    let mut uses = Reader(Reader(extended_key_usage).take(SEQUENCE)?);
+    let mut found = false;
+    while !uses.0.is_empty() {
+        found |= SERVER_USES.contains(&uses.take(OBJECT_IDENTIFIER)?);
+    }
+    Some(found)
 }
 
 /// Converts a time to seconds since 1970. DER requires UTC ("Z") without fractions of a second.
@@ -210,6 +231,14 @@ mod tests {
         assert!(signs.may_sign() && !signs.may_sign_certificates());
         let issues = parse(&[usage(KEY_CERT_SIGN)]);
         assert!(!issues.may_sign() && issues.may_sign_certificates());
+        let serves = |value: &[u8]| parse(&[extension(EXTENDED_KEY_USAGE, value)]).is_for_servers;
+        let uses = |uses: &[&[u8]]| {
+            let uses: Vec<u8> = uses.iter().flat_map(|name| element(OBJECT_IDENTIFIER, name)).collect();
+            serves(&element(SEQUENCE, &uses))
+        };
+        let for_clients: &[u8] = &[0x2b, 6, 1, 5, 5, 7, 3, 2];
+        assert!(plain.is_for_servers && uses(&[for_clients, SERVER_USES[1]]) && uses(&SERVER_USES[..1]));
+        assert!(!uses(&[for_clients]) && !uses(&[]) && !serves(&[]) && !serves(&[SEQUENCE, 9]));
         // A certificate that contains an extension twice is malformed.
         assert_eq!(CertificateUse::parse(&certificate(&[usage(4), usage(0x80)])), None);
         assert_eq!(CertificateUse::parse(&certificate(&[constraints(&[]), constraints(&[])])), None);

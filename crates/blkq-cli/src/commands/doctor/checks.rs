@@ -280,12 +280,16 @@ fn ceph() -> Finding {
 }
 
 fn tls(directory: &Path) -> Finding {
+    let hint = "docs/nbd.md shows how to create certificates";
     match TlsCertificates::load(directory) {
+        Ok(certificates) if !certificates.warnings().is_empty() => {
+            Finding::limited("TLS", certificates.warnings().join("; "), hint)
+        }
         Ok(certificates) if certificates.verifies_clients() => {
             Finding::ok("TLS", "the certificates are usable; clients need a certificate, too")
         }
         Ok(_) => Finding::ok("TLS", "the certificates are usable; clients need no certificate"),
-        Err(e) => Finding::missing("TLS", e.to_string(), "docs/nbd.md shows how to create certificates"),
+        Err(e) => Finding::missing("TLS", e.to_string(), hint),
     }
     .asked()
 }
