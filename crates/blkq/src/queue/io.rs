@@ -205,9 +205,14 @@ impl Io {
         self.reject(index, Status::Again);
     }
 
-    /// Whether bios without a tag wait for a tag, and not for the end of a freeze.
+    /// Whether bios without a tag wait for a tag, and not for the end of a freeze or for the next turn.
     fn is_out_of_tags(&self) -> bool {
-        self.disk.is_entered() && !self.disk.is_frozen()
+        self.disk.is_entered() && !self.disk.is_frozen() && !self.may_get_tag()
+    }
+
+    /// Whether a tag is free, or may be free in a shared set.
+    pub fn may_get_tag(&self) -> bool {
+        self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(self.tags.own() > 0)
     }
 
     fn count_tag_waits(&mut self) {

@@ -416,7 +416,8 @@ impl Queue {
     /// 5. A freeze has begun, under which no request waits for a limit: a control thread.
     /// 6. A freeze was lifted, or failed while this queue had requests. Then a flush may start, the idle
     ///    queue applies what was changed, and waiting bios get tags.
-    /// 7. A tag of a shared set was freed, or the queue's share of the set has grown: another queue.
+    /// 7. Bios wait although they may get tags. A tag of a shared set was freed, or the queue's share of the
+    ///    set has grown: another queue. Or the time of the last turn was over: this thread.
     /// 8. A quiesce was lifted: a control thread.
     ///
     /// Held writes of another queue also delay a flush. The queue that completes the last of them wakes all
@@ -440,9 +441,7 @@ impl Queue {
         if may_flush || (!self.io.disk.is_entered() && self.io.disk.is_outdated()) {
             return true;
         }
-        let may_get =
-            || self.io.tags.may_get_shared(self.io.in_flight.in_use()).unwrap_or(self.io.tags.own() > 0);
-        !self.io.waiting.is_empty() && may_get()
+        !self.io.waiting.is_empty() && self.io.may_get_tag()
     }
 
     /// Whether the queue waits for a batch of tags that other queues free.

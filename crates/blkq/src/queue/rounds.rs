@@ -1,6 +1,6 @@
 //! The rounds of a turn. Requests that complete immediately make room for others, which may complete
-//! immediately too. [`TURN_BUDGET`] bounds the rounds, so that a bio of many parts does not keep the thread
-//! from its other queues and clients.
+//! immediately too. [`TURN_BUDGET`] bounds the rounds, and the waiting bios that are admitted in a turn, so
+//! that a bio of many parts does not keep the thread from its other queues and clients.
 
 use crate::budget::TURN_BUDGET;
 use crate::clock::monotonic_ns;
@@ -42,8 +42,20 @@ impl Rounds {
     pub fn spend(&mut self, completed: usize) -> bool {
         self.start_clock();
         self.completed += completed;
-        self.is_cut_short = self.completed >= TURN_BUDGET.items || monotonic_ns() >= self.until_ns;
+        self.is_cut_short = self.completed >= TURN_BUDGET.items || self.is_time_over();
         self.is_cut_short
+    }
+
+    /// Notes that the driver has had requests, which it may have executed meanwhile. Returns whether the time
+    /// of the turn is over.
+    pub fn spend_time(&mut self) -> bool {
+        self.start_clock();
+        self.is_time_over()
+    }
+
+    /// Whether the time of the turn is over. False, without a clock reading, before the clock was started.
+    pub fn is_time_over(&self) -> bool {
+        self.until_ns != 0 && monotonic_ns() >= self.until_ns
     }
 
     #[inline]

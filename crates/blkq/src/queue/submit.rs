@@ -182,9 +182,11 @@ impl Queue {
         self.admit_all(ring);
     }
 
+    /// Admits waiting bios until there is no tag or the turn's time is over: a flush of the plug takes as long
+    /// as a driver that executes requests immediately. The other bios wait for the next turn.
     #[inline(never)]
     fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
-        if !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
+        if self.rounds.is_time_over() || !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
             return;
         }
         while let Some((index, is_counted)) = self.io.pop_waiting() {
@@ -193,8 +195,13 @@ impl Queue {
                 self.io.in_flight[index].start_ns = self.io.clock.now_ns();
             }
             let outline = self.io.in_flight[index].outline();
+            let plugged = self.plug.requests().len();
             if self.admit(index, &outline, None, ring.as_deref_mut()) {
                 self.trace_merge(index);
+                // A plug that did not grow was flushed, unless the bio was merged.
+                if self.plug.requests().len() <= plugged && self.rounds.spend_time() {
+                    break;
+                }
             } else if self.io.may_wait(index) {
                 return self.io.return_waiting(index, is_counted);
             } else {

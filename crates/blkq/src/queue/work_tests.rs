@@ -1,7 +1,7 @@
 //! Tests of the clauses of [`Queue::has_work`]: a condition that changes between two turns is work, and one
 //! turn makes it no work.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -11,7 +11,7 @@ use crate::disk::Setting;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::Error;
 use crate::sched::SchedulerKind;
-use crate::sector::Sector;
+use crate::sector::{SECTOR_SHIFT, Sector};
 
 /// A driver that completes requests only after it was released.
 #[derive(Clone, Default)]
@@ -69,6 +69,49 @@ unsafe impl DriverQueue for Keeper {
             cx.complete_all(&self.taken);
             self.taken.clear();
         }
+    }
+}
+
+/// The length of the largest discard of [`Slow`].
+const PART_SECTORS: u64 = (4 << 20) >> SECTOR_SHIFT;
+
+/// A driver that executes each request immediately, in one millisecond or more.
+#[derive(Clone, Default)]
+struct Slow {
+    executed: Arc<AtomicUsize>,
+}
+
+impl Driver for Slow {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits {
+            capacity_bytes: 1 << 30,
+            max_discard_bytes: PART_SECTORS << SECTOR_SHIFT,
+            discard_granularity: 512,
+            ..QueueLimits::default()
+        }
+    }
+
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for Slow {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        for &tag in tags {
+            let until_ns = monotonic_ns() + 1_000_000;
+            while monotonic_ns() < until_ns {
+                std::hint::spin_loop();
+            }
+            cx.complete(tag, Ok(()));
+            self.executed.fetch_add(1, SeqCst);
+        }
+        Taken::All
     }
 }
 
@@ -163,6 +206,31 @@ fn the_rest_of_a_turn_that_is_cut_short_is_work() {
     }
     let parts = 2048 / crate::budget::TURN_BUDGET.items;
     assert!((parts / 2..).contains(&turns), "{turns} turns for 2048 parts");
+}
+
+// Contract: non-blocking
+#[test]
+fn large_parts_are_executed_for_the_time_of_a_turn() {
+    for scheduler in SchedulerKind::ALL {
+        let slow = Slow::default();
+        let disk = Disk::builder(Box::new(slow.clone())).scheduler(scheduler).build().unwrap();
+        let mut queue = open(&disk);
+        // The first request of a turn starts the turn's time of two milliseconds.
+        let most = 3;
+        for mark in 0..4 {
+            let bio = Bio::discard(Sector(mark * 16 * PART_SECTORS), 16 * PART_SECTORS, mark);
+            queue.submit(bio, None).unwrap();
+        }
+        assert!(slow.executed.swap(0, SeqCst) <= most, "{scheduler}");
+        let mut completed = 0;
+        while completed < 4 {
+            completed += turn(&mut queue);
+            let executed = slow.executed.swap(0, SeqCst);
+            assert!((1..=most).contains(&executed), "{scheduler}: {executed} in one turn");
+            assert_eq!(queue.has_work(), completed < 4, "{scheduler}");
+        }
+        assert_eq!(disk.stats().counter(Counter::TagWaits), 0);
+    }
 }
 
 #[test]
