@@ -269,6 +269,46 @@ fn a_flush_counts_as_one_request_of_the_limit() {
 }
 
 #[test]
+fn flushes_and_other_requests_alternate_at_a_limit() {
+    const IOS: u64 = 8;
+    let cached = QueueLimits { write_cache: true, ..plain_limits() };
+    for scheduler in SchedulerKind::ALL {
+        for (text, reads) in [("write-iops=400", 0), ("iops=400", 0), ("iops=400", 4), ("iops=400", IOS)] {
+            let device = Device::new(cached.clone(), Behaviour::default());
+            let builder = device.builder().rate_limits(limits(text)).scheduler(scheduler);
+            let disk = builder.build().expect("a disk");
+            let mut queue = disk.open_queue(0).expect("a queue");
+            let (mut in_flight, mut flushes, mut ios) = (0, 0, 0);
+            while ios < IOS {
+                // One flush is in the driver or waits for the limit, and the next one is to follow it.
+                while in_flight < 2 {
+                    queue.submit(Bio::flush(u64::MAX)).expect("room");
+                    queue.poll();
+                    in_flight += 1;
+                }
+                if flushes > 0 && queue.in_flight() as u64 + ios <= 2 {
+                    (0..reads).for_each(|block| read(&mut queue, block * 2));
+                    (reads..IOS).for_each(|block| write(&mut queue, block * 2));
+                }
+                queue.wait(1);
+                for completion in queue.completions() {
+                    assert_eq!(completion.result, Ok(()));
+                    if completion.user_data == u64::MAX {
+                        (flushes, in_flight) = (flushes + 1, in_flight - 1);
+                    } else {
+                        ios += 1;
+                    }
+                }
+                assert!(
+                    flushes <= 2 * IOS,
+                    "{scheduler}, {text}, {reads} reads: {ios} after {flushes} flushes"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn an_engine_that_exits_waits_for_no_limit() {
     let disk = disk("iops=1");
     let engine = EngineThread::spawn("limits", vec![(disk.clone(), 0)]).expect("an engine");

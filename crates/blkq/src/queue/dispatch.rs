@@ -19,6 +19,7 @@ use crate::tags::Tag;
 use crate::trace::EventKind;
 
 use super::device_time::DeviceTime;
+use super::dispatch_path::{DispatchPath, Observers};
 use super::io::Io;
 use super::plug::PLUG_REQUESTS;
 use super::throttle::QueueThrottle;
@@ -26,30 +27,6 @@ use super::tracer::Tracer;
 
 /// Delay before a driver that is out of resources is offered requests again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
-
-/// How the requests of a plug reach the driver.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum DispatchPath {
-    /// There is no scheduler, no tracer and no limit: [`Dispatch::issue_directly`].
-    Direct,
-    /// There are limits and nothing else. If the queue has prepaid for the whole plug
-    /// ([`Dispatch::pay_limits`]), [`Dispatch::issue_directly`]; otherwise [`Dispatch::issue_limited`].
-    Limited,
-    /// There is a tracer and nothing else: [`Dispatch::issue_traced`].
-    Traced,
-    /// Everything else, and whenever requeued requests must go first: [`Dispatch::insert`], then
-    /// [`Dispatch::run`].
-    Queued,
-}
-
-/// Whether bios and completions have observers, as flags that the fast paths test.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Observers {
-    /// A scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
-    pub bios: bool,
-    /// A scheduler, a tracer or the measurement of device time: each is notified of completions.
-    pub completions: bool,
-}
 
 /// The driver's half of a queue, and the requests between the plug and the driver.
 pub(super) struct Dispatch {
@@ -108,13 +85,7 @@ impl Dispatch {
     /// of the scheduler, the limits or the measurement of device time, and of the queue's `tracer`.
     pub fn update(&mut self, tracer: Option<&Tracer>) {
         let has_scheduler = self.scheduler.is_some();
-        // Device time is measured only while there are limits.
-        self.path = match (has_scheduler, tracer.is_some(), self.throttle.is_on()) {
-            (false, false, false) => DispatchPath::Direct,
-            (false, false, true) => DispatchPath::Limited,
-            (false, true, false) => DispatchPath::Traced,
-            _ => DispatchPath::Queued,
-        };
+        self.path = DispatchPath::of(has_scheduler, tracer.is_some(), self.throttle.is_on());
         self.observers = Observers {
             bios: has_scheduler || tracer.is_some_and(|tracer| !tracer.allows_fast_path()),
             completions: has_scheduler || tracer.is_some() || self.device_time.is_some(),
@@ -227,10 +198,10 @@ impl Dispatch {
     }
 
     /// Queues `tag`, the queue's flush, ahead of all other requests. If there are limits, the flush obeys
-    /// them, and waits ahead of all other waiting requests but reads.
-    pub fn push_first(&mut self, tag: Tag) {
+    /// them, and waits ahead of all others but those that the previous flush has overtaken.
+    pub fn push_flush(&mut self, tag: Tag) {
         if self.throttle.is_on() {
-            self.throttle.push_first(tag);
+            self.throttle.push_flush(tag);
             self.may_have_waiting = true;
         } else {
             self.requeued.push_front(tag);
@@ -382,7 +353,11 @@ impl Dispatch {
             len += 1;
         }
         if len == 0 && self.throttle.has_waiting() {
-            len = self.throttle.take(batch, io.in_flight.requests(), io.disk.is_frozen());
+            len = self.take_overtaken(batch, io);
+            if len == 0 {
+                let (all, has_scheduled) = (io.disk.is_frozen(), self.scheduled() > 0);
+                len = self.throttle.take(batch, io.in_flight.requests(), all, has_scheduled);
+            }
         }
         if len > 0 {
             return len;
@@ -405,6 +380,33 @@ impl Dispatch {
             }
             batch[len] = tag;
             len += 1;
+        }
+        len
+    }
+
+    /// Fills `batch` with the requests of the scheduler that go before a flush that waits for a limit. Returns
+    /// their number.
+    fn take_overtaken(&mut self, batch: &mut [Tag], io: &mut Io) -> usize {
+        let mut len = 0;
+        let Some(scheduler) = self.scheduler.as_mut().filter(|_| !io.disk.is_frozen()) else { return 0 };
+        for direction in 0..2 {
+            let has_room = self.started + (len as u32) < u32::from(io.disk.settings().depth);
+            let requests = io.in_flight.requests();
+            if !has_room || !self.throttle.yields(direction, requests) {
+                continue;
+            }
+            let now_ns = io.clock.now_ns();
+            let open = [direction == 0, direction == 1];
+            let Some(tag) = scheduler.dispatch(requests, open, now_ns) else {
+                self.throttle.caught_up(direction);
+                continue;
+            };
+            if self.throttle.admit_scheduled(tag, requests, &mut io.stats) {
+                batch[len] = tag;
+                len += 1;
+            } else {
+                io.trace_requests(EventKind::Throttle, &[tag]);
+            }
         }
         len
     }

@@ -26,6 +26,7 @@ mod completions;
 mod device_time;
 mod disk_view;
 mod dispatch;
+mod dispatch_path;
 pub mod failures;
 mod fast_limits;
 mod flush;
@@ -61,7 +62,8 @@ use crate::ring::{Cqe, Ring};
 use crate::stats::Counter;
 use crate::tags::Tag;
 
-use dispatch::{Dispatch, DispatchPath};
+use dispatch::Dispatch;
+use dispatch_path::DispatchPath;
 use hang_tracker::HangTracker;
 use hold::Hold;
 use io::Io;
@@ -271,7 +273,7 @@ impl Queue {
                 self.io.abandon_flushes(Err(Status::Offline));
             }
         } else if (self.io.disk.is_entered() || self.enter(ring)) && self.io.start_flush() {
-            self.dispatch.push_first(self.io.flush.tag());
+            self.dispatch.push_flush(self.io.flush.tag());
         }
     }
 }

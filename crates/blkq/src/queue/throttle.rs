@@ -35,11 +35,18 @@ struct Waiting {
     is_blocked: bool,
     /// When the first request may start, in nanoseconds of the monotonic clock.
     next_ns: u64,
+    /// A flush has started before requests of this direction that waited, and none of them has started since.
+    is_overtaken: bool,
 }
 
 impl Waiting {
     fn is_waiting(&self) -> bool {
         self.is_blocked || !self.tags.is_empty()
+    }
+
+    /// The number of the first request, if the next flush must not start before that request.
+    fn overtaken(&self) -> Option<u64> {
+        self.tags.front().filter(|_| self.is_overtaken).map(|(_, number)| *number)
     }
 }
 
@@ -192,11 +199,8 @@ impl QueueThrottle {
         let bypassed = self.bypassed || self.closing;
         self.follow_group(now_ns);
         [READ, OTHERS].map(|direction| {
+            let next_ns = self.next_ns(direction, now_ns, is_late);
             let waiting = &mut self.waiting[direction];
-            let mut next_ns = 0;
-            for meter in self.meters.iter_mut().filter(|meter| meter.concerns(direction == READ)) {
-                next_ns = next_ns.max(meter.next_ns(now_ns, is_late));
-            }
             let is_open = bypassed || (next_ns <= now_ns && waiting.tags.is_empty());
             waiting.is_blocked = !is_open && waiting.tags.is_empty();
             if waiting.is_blocked {
@@ -206,6 +210,35 @@ impl QueueThrottle {
         })
     }
 
+    /// When the limits allow the next request of the direction.
+    fn next_ns(&mut self, direction: usize, now_ns: u64, is_late: bool) -> u64 {
+        let meters = self.meters.iter_mut().filter(|meter| meter.concerns(direction == READ));
+        meters.map(|meter| meter.next_ns(now_ns, is_late)).max().unwrap_or(0)
+    }
+
+    /// Whether the scheduler must dispatch a request of the direction before the flush that is first here,
+    /// because the previous flush has overtaken this request, and the limits allow one now.
+    pub fn yields(&mut self, direction: usize, requests: &[Request]) -> bool {
+        let [reads, others] = &self.waiting;
+        let (tags, is_overtaken) = match direction {
+            READ => (reads.tags.len() + 1, reads.is_overtaken),
+            _ => (others.tags.len(), others.is_overtaken),
+        };
+        let is_flush = |(tag, _): &(Tag, u64)| requests[tag.index()].operation() == Operation::Flush;
+        let is_first = others.tags.front().is_some_and(is_flush);
+        if !is_overtaken || !is_first || tags > 1 || self.bypassed || self.closing {
+            return false;
+        }
+        let now_ns = monotonic_ns();
+        self.follow_group(now_ns);
+        self.next_ns(direction, now_ns, now_ns < self.late_until_ns) <= now_ns
+    }
+
+    /// The scheduler has dispatched the first request of the direction, or has none.
+    pub fn caught_up(&mut self, direction: usize) {
+        self.waiting[direction].is_overtaken = false;
+    }
+
     /// Charges a request from the scheduler, whose direction is open. Returns false if another queue or
     /// process has used up the limit meanwhile. Then the request waits here.
     pub fn admit_scheduled(&mut self, tag: Tag, requests: &[Request], stats: &mut StatsWriter) -> bool {
@@ -213,11 +246,14 @@ impl QueueThrottle {
         let admitted = self.admit_at(&[tag], requests, now_ns, now_ns < self.late_until_ns).0 > 0;
         if !admitted {
             self.push(&[tag], requests, stats);
-        } else if waited {
+            return false;
+        }
+        self.caught_up(direction_of(requests[tag.index()].operation()));
+        if waited {
             self.released_ns[tag.index()] = now_ns;
             stats.count(Counter::ThrottledRequests, 1);
         }
-        admitted
+        true
     }
 
     pub fn push(&mut self, tags: &[Tag], requests: &[Request], stats: &mut StatsWriter) {
@@ -234,11 +270,17 @@ impl QueueThrottle {
         stats.count(Counter::ThrottledRequests, tags.len() as u64);
     }
 
-    /// Queues a flush ahead of all other writes.
-    pub fn push_first(&mut self, tag: Tag) {
-        let waiting = &mut self.waiting[OTHERS];
-        waiting.next_ns = 0;
-        waiting.tags.push_front((tag, 0));
+    /// Queues a flush ahead of all requests, except those that the previous flush has overtaken. Otherwise
+    /// clients that always have a flush in flight would use up the limit.
+    pub fn push_flush(&mut self, tag: Tag) {
+        let [reads, others] = &mut self.waiting;
+        match others.overtaken() {
+            Some(number) => others.tags.insert(1, (tag, number)),
+            None => {
+                others.next_ns = 0;
+                others.tags.push_front((tag, reads.overtaken().unwrap_or(0)));
+            }
+        }
         self.new_flush = Some(tag);
         self.set_has_waiting(true);
         self.released_ns[tag.index()] = u64::MAX;
@@ -346,8 +388,8 @@ impl QueueThrottle {
     }
 
     /// Moves waiting requests that may start now to `batch`, or all of them, uncharged, if `all`. Returns how
-    /// many.
-    pub fn take(&mut self, batch: &mut [Tag], requests: &[Request], all: bool) -> usize {
+    /// many. `has_scheduled`: others wait in the scheduler.
+    pub fn take(&mut self, batch: &mut [Tag], requests: &[Request], all: bool, has_scheduled: bool) -> usize {
         let mut len = 0;
         let now_ns = monotonic_ns();
         let all = all || self.bypassed || self.closing;
@@ -369,6 +411,12 @@ impl QueueThrottle {
                 continue;
             }
             waiting.tags.pop_front();
+            waiting.is_overtaken = false;
+            if requests[tag.index()].operation() == Operation::Flush && !all {
+                for waiting in &mut self.waiting {
+                    waiting.is_overtaken = has_scheduled || !waiting.tags.is_empty();
+                }
+            }
             self.released_ns[tag.index()] = now_ns;
             batch[len] = tag;
             len += 1;
