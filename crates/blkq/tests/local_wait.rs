@@ -222,6 +222,56 @@ fn a_driver_is_polled_with_requests_or_when_woken() {
     assert_eq!([polls(false), polls(false)], [2, 2]);
 }
 
+/// Completes requests when it has two.
+#[derive(Clone, Default)]
+struct Pairs(Vec<Tag>);
+
+impl Driver for Pairs {
+    fn name(&self) -> &'static str {
+        "pairs"
+    }
+
+    fn uses_ring(&self) -> bool {
+        true
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: IMAGE_BYTES, ..QueueLimits::default() }
+    }
+
+    fn open_queue(&self, _: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for Pairs {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        self.0.extend_from_slice(tags);
+        if self.0.len() >= 2 {
+            cx.complete_all(&std::mem::take(&mut self.0));
+        }
+        Taken::All
+    }
+}
+
+#[test]
+fn a_bio_that_is_staged_before_the_owner_waits_is_pulled() {
+    within_limit(|| {
+        let disk = disk(Pairs::default(), 1);
+        let mut queue = disk.open_queue(0).unwrap();
+        let read = |sector| Bio::read(Sector(sector), IoBuffer::zeroed(512), 0);
+        queue.submit(read(0)).unwrap();
+        queue.poll();
+        // The owner is running, so that the submitter does not kick it.
+        let (completed, is_completed) = channel();
+        disk.submitter().submit(read(8), move |result, _| completed.send(result).unwrap());
+        queue.wait(1);
+        assert_eq!(queue.take_completion().unwrap().result, Ok(()));
+        assert_eq!(is_completed.recv().unwrap(), Ok(()));
+    });
+}
+
 /// A driver whose queue is opened again while it is dropped.
 #[derive(Clone, Default)]
 struct Reopening {

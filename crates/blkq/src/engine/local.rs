@@ -134,8 +134,8 @@ impl LocalQueue {
         if sleeps_in_ring {
             self.kick.prepare_sleep();
         }
-        // A driver that completed before the queue was seen to sleep has not kicked it.
-        let sleeps = waits && !self.kick.is_woken();
+        // A thread that added work before the queue was seen to sleep has not kicked it.
+        let sleeps = waits && !self.queue.has_changed();
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
             self.queue.idle();

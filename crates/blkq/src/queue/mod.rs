@@ -425,9 +425,13 @@ impl Queue {
     /// Held writes of another queue also delay a flush. The queue that completes the last of them wakes all
     /// others (clause 2).
     pub fn has_work(&self) -> bool {
-        !self.io.completions.own().is_empty()
-            || self.io.completions.has_requests()
-            || self.io.disk.shared().kick.is_woken()
+        !self.io.completions.own().is_empty() || self.io.completions.has_requests() || self.has_changed()
+    }
+
+    /// The clauses of [`Queue::has_work`] without the first one, for an owner that waits for several
+    /// completions.
+    pub fn has_changed(&self) -> bool {
+        self.io.disk.shared().kick.is_woken()
             || self.is_cut_short()
             || (self.io.disk.shared().software.has_pending() && self.can_take())
             || self.can_continue_now()
