@@ -9,8 +9,8 @@ use std::sync::mpsc::channel;
 
 use crate::common::{Behaviour, Device, filled, plain_limits, run};
 use blkq::{
-    Bio, Disk, Driver, DriverContext, DriverQueue, Error, OpenContext, Operation, QueueLimits, Sector,
-    Status, Tag, Taken,
+    Bio, Disk, Driver, DriverContext, DriverQueue, Error, LocalQueue, OpenContext, Operation, QueueLimits,
+    Sector, Setting, Status, Tag, Taken,
 };
 
 #[test]
@@ -55,7 +55,7 @@ impl Driver for Panicking {
     }
 
     fn limits(&self) -> QueueLimits {
-        plain_limits()
+        QueueLimits { write_cache: true, ..plain_limits() }
     }
 
     fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
@@ -140,6 +140,27 @@ fn a_driver_that_panics_is_given_no_request_twice() {
     queue.poll();
     assert_eq!(driver.offered.load(SeqCst), 3);
     drop(queue);
+}
+
+#[test]
+fn a_driver_that_panics_loses_no_tag_of_a_shared_set() {
+    let driver = Panicking::default();
+    let builder = Disk::builder(Box::new(driver.clone())).queues(2).shared_tags(true).depth(4);
+    let disk = builder.build().unwrap();
+    let [mut first, mut second] = [0, 1].map(|index| disk.open_queue(index).unwrap());
+    driver.panics_with_requests.store(true, SeqCst);
+    let offered = |queue: &mut LocalQueue| {
+        queue.submit(Bio::flush(0)).unwrap();
+        (0..8).for_each(|n| queue.submit(Bio::read(Sector(n * 16), filled(4096, 0), n)).unwrap());
+        catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
+        driver.offered.swap(0, SeqCst)
+    };
+    // Each flush has a tag of its own.
+    assert_eq!(offered(&mut first), 1 + 4);
+    drop(first);
+    // The depth can be changed only while no tag is in use.
+    disk.set(Setting::Depth(2)).unwrap();
+    assert_eq!(offered(&mut second), 1 + 2);
 }
 
 #[test]

@@ -174,7 +174,10 @@ impl Drop for Queue {
             }
         }
         self.hold.forget_writes(self.io.disk.disk());
-        self.io.in_flight.reset();
+        // Each queue has requests of its own, so other queues may use the tags of leaked requests.
+        let Io { in_flight, tags, flush, .. } = &mut self.io;
+        tags.freed().extend(in_flight.tags().filter(|&tag| tag != flush.tag()));
+        in_flight.reset();
         self.leave_if_idle();
         self.io.tags.close(self.io.disk.settings().requests(), leaks);
     }
