@@ -490,13 +490,18 @@ impl Executor {
         io.0.borrow_mut().ready.push_back(index);
     }
 
-    /// Polls the tasks that are ready, until all wait or have yielded.
+    /// Polls the tasks that are ready or have yielded before, until all wait or have yielded.
     pub fn run(&mut self, io: &Io) {
         {
             let mut state = io.0.borrow_mut();
             let state = &mut *state;
             state.ready.extend(state.paused.drain(..));
         }
+        self.run_ready(io);
+    }
+
+    /// [`Executor::run`] without the tasks that have yielded.
+    pub fn run_ready(&mut self, io: &Io) {
         loop {
             let index = {
                 let mut state = io.0.borrow_mut();

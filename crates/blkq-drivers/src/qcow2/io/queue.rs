@@ -171,7 +171,7 @@ impl Qcow2Queue {
 
     /// Polls the ready tasks, submits their operations, and completes the requests that are done.
     fn run(&mut self, cx: &mut DriverContext<'_>) {
-        self.executor.run(&self.env.io);
+        self.executor.run_ready(&self.env.io);
         while let Some((place, entry)) = self.env.io.next_entry(|layer| self.file(cx, layer)) {
             // SAFETY: an operation's own memory is kept until its completion is taken. The block layer keeps
             // a request's memory until the request completes, which is later.
@@ -238,6 +238,8 @@ unsafe impl DriverQueue for Qcow2Queue {
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         if !self.executor.is_idle() {
             self.env.take_inflated();
+            // Tasks that have yielded continue only here, which is once per turn.
+            self.executor.run(&self.env.io);
             self.run(cx);
         }
     }

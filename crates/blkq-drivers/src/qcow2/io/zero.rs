@@ -10,6 +10,10 @@ use super::allocate::until_ready;
 use super::env::Env;
 use super::write::{Source, release, write};
 
+/// Clusters after which a task yields: a request may have hundreds of thousands, and a queue a hundred of such
+/// requests.
+const CLUSTERS_AT_ONCE: u64 = 2048;
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum Wanted {
     /// The data is no longer needed, and may read as anything.
@@ -49,8 +53,13 @@ async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRes
 }
 
 async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
-    let mut at = position;
+    let pause_bytes = CLUSTERS_AT_ONCE << env.state().cluster_bits();
+    let (mut at, mut pause_at) = (position, position + pause_bytes);
     while at < end {
+        if at >= pause_at {
+            env.io.pause().await;
+            pause_at = at + pause_bytes;
+        }
         match until_ready(env, |state| clear_entries(env, state, at, end, wanted)).await? {
             Next::At(next) => at = next,
             Next::Write(bytes) => {

@@ -209,6 +209,33 @@ fn a_bounded_number_of_discarded_clusters_waits_to_be_freed() {
     assert!((1..=1024).contains(&released), "{released}");
 }
 
+// Contract: non-blocking
+#[test]
+fn a_discard_of_clear_clusters_takes_several_turns() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=2k", 16 * MIB);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    // Each L2 table is allocated, and maps 512 KiB.
+    for number in 0..32 {
+        let tag = h.write(number << 19, vec![pattern(2048, number)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    for operation in [Operation::Discard, Operation::Discard, Operation::WriteZeroes] {
+        let tag = h.bare(operation, BioFlags::empty(), 0, 16 * MIB);
+        h.start(&[tag]);
+        // The request has 8192 clusters.
+        for _ in 0..2 {
+            assert!(!h.has_completed(tag) && h.deadline_ns() == Some(0));
+            h.turn();
+        }
+        assert_eq!(h.wait(tag).0, Ok(()));
+    }
+}
+
 #[test]
 fn the_copies_of_many_writes_take_bounded_memory() {
     if !has_qemu() {
