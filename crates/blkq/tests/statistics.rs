@@ -141,3 +141,23 @@ fn each_io_that_finds_no_tag_is_counted_once() {
     common::drain(&mut queue);
     assert_eq!(waits(), 5);
 }
+
+// Contract: statistics
+#[test]
+fn the_wait_for_a_tag_stays_counted_when_limits_change() {
+    let behaviour = Behaviour { finish: Finish::Held, revoke_after: Some(0), ..Behaviour::default() };
+    let device = Device::plain(behaviour);
+    let disk = device.builder().depth(1).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(Bio::discard(Sector(0), 8, 0)).unwrap();
+    (1..5).for_each(|mark| queue.submit(Bio::read(Sector(mark * 16), filled(4096, 0), mark)).unwrap());
+    queue.poll();
+    device.release(1);
+    queue.wait(1);
+    assert_eq!(queue.take_completion().unwrap().result, Err(Status::NotSupported));
+    assert_eq!((queue.in_flight(), queue.limits().max_discard_bytes), (4, 0));
+    let waits = disk.stats().counter(Counter::TagWaits);
+    device.release_all();
+    common::drain(&mut queue);
+    assert_eq!((waits, disk.stats().counter(Counter::TagWaits)), (4, 4));
+}

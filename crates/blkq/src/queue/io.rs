@@ -245,8 +245,11 @@ impl Io {
         }
         self.in_flight.reload(self.disk.limits());
         self.renew_durability_of_requests();
-        // Waiting bios were checked and split under the old limits, so they start again.
-        for _ in 0..self.waiting.len() {
+        // Waiting bios were checked and split under the old limits, so they start again. Their waits stay
+        // counted.
+        let (counted, others) = (self.counted_waits, self.waiting.len() - self.counted_waits);
+        let mut still_counted = 0;
+        for number in 1..=counted + others {
             let Some((index, _)) = self.pop_waiting() else { break };
             match self.check(index) {
                 Ok(()) => {
@@ -255,7 +258,11 @@ impl Io {
                 }
                 Err(status) => self.reject(index, status),
             }
+            if number == counted {
+                still_counted = self.waiting.len() - others;
+            }
         }
+        self.counted_waits = still_counted;
     }
 
     /// The `user_data` of the bio that was submitted as `index`, or of which `index` is a part, if the queue's
