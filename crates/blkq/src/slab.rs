@@ -512,7 +512,7 @@ impl BioList {
         self.len == 0
     }
 
-    /// Returns a bio that `pop_front` removed to the front.
+    /// Adds a bio at the front.
     pub fn push_front(&mut self, bios: &mut BioSlab, index: u32) {
         bios[index].next = self.first;
         self.first = index;

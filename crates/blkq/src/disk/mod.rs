@@ -174,7 +174,7 @@ impl Disk {
     /// Whether a scan of queue `index` for hangs ([`hang`](crate::queue::hang)) can be skipped: the queue has
     /// no requests, and no bios that a freeze, a lack of tags or held writes keep from becoming requests.
     pub fn has_nothing_to_scan(&self, index: usize) -> bool {
-        // A queue without requests has waiting bios only in these three cases.
+        // A queue without requests has waiting bios only in these three cases, and until its next turn.
         let may_wait = self.shared_tags || self.control.is_frozen() || self.hold.has_writes();
         !may_wait && !self.control.is_active(index)
     }

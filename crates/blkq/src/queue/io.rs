@@ -29,6 +29,9 @@ pub(super) struct Io {
     pub waiting: BioList,
     /// How many bios at the front of `waiting` are counted in [`Counter::TagWaits`].
     counted_waits: u32,
+    /// The time of the turn was over before all of `waiting` were admitted: they wait for the next turn. Of no
+    /// meaning if `waiting` is empty.
+    pub waits_for_turn: bool,
     pub flush: FlushMachine,
     pub completions: Completions,
     pub failures: FailureNotes,
@@ -46,6 +49,7 @@ impl Io {
             tags: TagCache::new(disk.shared(), disk.settings().requests(), disk.disk().depth_max())?,
             waiting: BioList::new(),
             counted_waits: 0,
+            waits_for_turn: false,
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completions: Completions::new(slots),
             failures: FailureNotes::default(),
@@ -178,12 +182,18 @@ impl Io {
         !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL
     }
 
-    /// Queues a bio behind those that wait for a tag.
+    /// Queues a bio behind those that wait. A bio that must not wait goes ahead of those that wait for the next
+    /// turn, because these leave tags free.
     pub fn await_tag(&mut self, index: u32) {
-        if !self.may_wait(index) && (!self.waiting.is_empty() || !self.disk.is_entered()) {
-            return self.reject_again(index);
+        if self.may_wait(index) {
+            self.waiting.push_back(self.in_flight.bios_mut(), index);
+        } else if self.disk.is_entered() && (self.waiting.is_empty() || self.waits_for_turn) {
+            self.waiting.push_front(self.in_flight.bios_mut(), index);
+            // `reject_again` counts it if there is no tag.
+            self.counted_waits += 1;
+        } else {
+            self.reject_again(index);
         }
-        self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
     /// Queues a bio that got no tag, or rejects it if it must not wait.
@@ -221,6 +231,11 @@ impl Io {
             self.stats.count(Counter::TagWaits, u64::from(waiting - self.counted_waits));
             self.counted_waits = waiting;
         }
+    }
+
+    /// Whether a bio waits, and the first one need not wait for the next turn.
+    pub fn may_admit_first(&self) -> bool {
+        !(self.waiting.is_empty() || self.waits_for_turn && self.may_wait(self.waiting.first()))
     }
 
     /// Removes the first waiting bio. Returns its index, and whether its wait is counted.

@@ -121,7 +121,12 @@ impl Queue {
         self.refresh(ring.as_deref_mut());
         self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
-        self.admit_waiting(ring);
+        if self.io.waiting.is_empty() {
+            self.io.stop_waiting_for_tags();
+        } else {
+            self.io.waits_for_turn = false;
+            self.admit_all(ring);
+        }
         // Bios that were rejected or are empty complete without a request, so `complete_batch` has not
         // delivered them.
         self.io.deliver_remote();
@@ -447,7 +452,7 @@ impl Queue {
         if may_flush || (!self.io.disk.is_entered() && self.io.disk.is_outdated()) {
             return true;
         }
-        !self.io.waiting.is_empty() && self.io.may_get_tag()
+        !self.io.waiting.is_empty() && (self.io.waits_for_turn || self.io.may_get_tag())
     }
 
     /// Whether the queue waits for a batch of tags that other queues free.

@@ -42,7 +42,7 @@ impl Rounds {
     pub fn spend(&mut self, completed: usize) -> bool {
         self.start_clock();
         self.completed += completed;
-        self.is_cut_short = self.completed >= TURN_BUDGET.items || self.is_time_over();
+        self.is_cut_short = self.completed >= TURN_BUDGET.items || monotonic_ns() >= self.until_ns;
         self.is_cut_short
     }
 
@@ -50,12 +50,12 @@ impl Rounds {
     /// of the turn is over.
     pub fn spend_time(&mut self) -> bool {
         self.start_clock();
-        self.is_time_over()
+        monotonic_ns() >= self.until_ns
     }
 
-    /// Whether the time of the turn is over. False, without a clock reading, before the clock was started.
-    pub fn is_time_over(&self) -> bool {
-        self.until_ns != 0 && monotonic_ns() >= self.until_ns
+    /// Lets the time of the turn start again. A thread that submits between two turns has the time of a turn.
+    pub fn restart_clock(&mut self) {
+        self.until_ns = 0;
     }
 
     #[inline]

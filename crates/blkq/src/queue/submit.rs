@@ -121,10 +121,22 @@ impl Queue {
         }
         let slot_flags = slot_flags | plain_flag(&completer);
         let index = self.io.in_flight.bios_mut().insert(NewBio { outline, data, completer, slot_flags });
+        if !self.io.waiting.is_empty() {
+            return self.queue_behind_others(index, ring);
+        }
         // A bio that passes `fits` has one buffer, and so one segment.
-        if !self.io.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
+        if !self.admit(index, &outline, Some(1), ring) {
             self.queue_or_reject(index);
         }
+    }
+
+    #[cold]
+    fn queue_behind_others(&mut self, index: u32, ring: Option<&mut Ring>) {
+        if self.io.waits_for_turn && !self.io.may_wait(index) {
+            self.io.await_tag(index);
+            return self.admit_all(ring);
+        }
+        self.queue_or_reject(index);
     }
 
     #[cold]
@@ -151,6 +163,9 @@ impl Queue {
         {
             return self.accept_piece(bio, None, ring);
         }
+        if self.io.waiting.is_empty() && matches!(*bio.completer, Completer::Owner(_)) {
+            self.rounds.restart_clock();
+        }
         let index = self.io.in_flight.bios_mut().insert(bio);
         self.trace_queued(index);
         self.io.begin(index);
@@ -168,7 +183,10 @@ impl Queue {
         let outline = bio.outline;
         let index = self.io.in_flight.bios_mut().insert(bio);
         self.trace_queued(index);
-        if !self.io.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
+        if !self.io.waiting.is_empty() {
+            return self.queue_behind_others(index, ring);
+        }
+        if !self.admit(index, &outline, segments, ring) {
             return self.queue_or_reject(index);
         }
         self.trace_merge(index);
@@ -185,22 +203,26 @@ impl Queue {
     /// Admits waiting bios until there is no tag or the turn's time is over: a flush of the plug takes as long
     /// as a driver that executes requests immediately. The other bios wait for the next turn.
     #[inline(never)]
-    fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
-        if self.rounds.is_time_over() || !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
+    pub(super) fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
+        let may_admit = self.io.may_admit_first();
+        if !may_admit || !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
             return;
         }
-        while let Some((index, is_counted)) = self.io.pop_waiting() {
+        while self.io.may_admit_first()
+            && let Some((index, is_counted)) = self.io.pop_waiting()
+        {
             if self.io.disk.settings().iostats && self.io.in_flight[index].start_ns == 0 {
                 // Statistics were off when the bio was submitted.
                 self.io.in_flight[index].start_ns = self.io.clock.now_ns();
             }
             let outline = self.io.in_flight[index].outline();
-            let plugged = self.plug.requests().len();
+            let (plugged, in_use) = (self.plug.requests().len(), self.io.in_flight.in_use());
             if self.admit(index, &outline, None, ring.as_deref_mut()) {
                 self.trace_merge(index);
-                // A plug that did not grow was flushed, unless the bio was merged.
-                if self.plug.requests().len() <= plugged && self.rounds.spend_time() {
-                    break;
+                // A plug that did not grow by a new request was flushed.
+                let is_new = self.io.in_flight.in_use() > in_use;
+                if is_new && self.plug.requests().len() <= plugged && self.rounds.spend_time() {
+                    self.io.waits_for_turn = !self.io.waiting.is_empty();
                 }
             } else if self.io.may_wait(index) {
                 return self.io.return_waiting(index, is_counted);

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::bio::Bio;
+use crate::bio::{Bio, BioFlags};
 use crate::buffer::IoBuffer;
-use crate::disk::Setting;
+use crate::disk::{ErrorPolicy, Setting};
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::Error;
 use crate::sched::SchedulerKind;
@@ -75,10 +75,18 @@ unsafe impl DriverQueue for Keeper {
 /// The length of the largest discard of [`Slow`].
 const PART_SECTORS: u64 = (4 << 20) >> SECTOR_SHIFT;
 
-/// A driver that executes each request immediately, in one millisecond or more.
-#[derive(Clone, Default)]
+/// A driver that executes each request immediately, in this time or more.
+#[derive(Clone)]
 struct Slow {
     executed: Arc<AtomicUsize>,
+    time: Duration,
+    result: IoResult,
+}
+
+impl Default for Slow {
+    fn default() -> Slow {
+        Slow { executed: Arc::default(), time: Duration::from_millis(1), result: Ok(()) }
+    }
 }
 
 impl Driver for Slow {
@@ -104,15 +112,23 @@ impl Driver for Slow {
 unsafe impl DriverQueue for Slow {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
-            let until_ns = monotonic_ns() + 1_000_000;
-            while monotonic_ns() < until_ns {
-                std::hint::spin_loop();
-            }
-            cx.complete(tag, Ok(()));
+            spin_until(monotonic_ns() + self.time.as_nanos() as u64);
+            cx.complete(tag, self.result);
             self.executed.fetch_add(1, SeqCst);
         }
         Taken::All
     }
+}
+
+fn spin_until(until_ns: u64) {
+    while monotonic_ns() < until_ns {
+        std::hint::spin_loop();
+    }
+}
+
+/// A discard of that number of parts.
+fn discard(parts: u64) -> Bio {
+    Bio::discard(Sector(0), parts * PART_SECTORS, 0)
 }
 
 fn open(disk: &Arc<Disk>) -> Queue {
@@ -231,6 +247,69 @@ fn large_parts_are_executed_for_the_time_of_a_turn() {
         }
         assert_eq!(disk.stats().counter(Counter::TagWaits), 0);
     }
+}
+
+#[test]
+fn the_owner_submits_after_a_turn_whose_time_was_over() {
+    let slow = Slow { time: Duration::from_micros(1500), ..Slow::default() };
+    let disk = Disk::builder(Box::new(slow.clone())).build().unwrap();
+    let mut queue = open(&disk);
+    queue.submit(discard(4), None).unwrap();
+    while turn(&mut queue) == 0 {}
+    slow.executed.store(0, SeqCst);
+    spin_until(monotonic_ns() + 2_500_000);
+    queue.submit(discard(2), None).unwrap();
+    assert_eq!(slow.executed.load(SeqCst), 2);
+}
+
+#[test]
+fn a_nowait_bio_overtakes_bios_that_wait_for_a_turn() {
+    let slow = Slow::default();
+    let disk = Disk::builder(Box::new(slow.clone())).build().unwrap();
+    let mut queue = open(&disk);
+    (0..2).for_each(|_| queue.submit(discard(16), None).unwrap());
+    assert!(slow.executed.swap(0, SeqCst) < 16);
+    for bio in [discard(1), Bio::read(Sector(0), IoBuffer::zeroed(4096), 1)] {
+        queue.submit(bio.with_flags(BioFlags::NO_WAIT), None).unwrap();
+        queue.flush_plug(None);
+        assert_eq!(slow.executed.swap(0, SeqCst), 1);
+    }
+    let mut completed = 0;
+    while queue.in_flight() > 0 {
+        queue.begin_turn(None);
+        queue.dispatch_all(None);
+        queue.completions_mut().drain(..).for_each(|completion| {
+            assert_eq!(completion.result, Ok(()));
+            completed += 1;
+        });
+    }
+    assert_eq!((completed, disk.stats().counter(Counter::TagWaits)), (4, 0));
+}
+
+// Contract: tags
+#[test]
+fn a_turn_whose_time_is_over_misses_no_larger_share() {
+    let slow = Slow { time: Duration::from_millis(3), result: Err(Status::Io), ..Slow::default() };
+    let disk = Disk::builder(Box::new(slow.clone())).queues(2).shared_tags(true).depth(8);
+    let disk = disk.error_policy(ErrorPolicy::Hold).build().unwrap();
+    let mut queues = [0, 1].map(|index| Queue::open(&disk, index, 0, None).unwrap());
+    queues.iter_mut().for_each(|queue| _ = turn(queue));
+    let [first, second] = &mut queues;
+    // Held, so that the first queue has a share.
+    read(first, 0);
+    turn(first);
+    // The share of the second queue is four of the eight tags.
+    second.submit(discard(8), None).unwrap();
+    while second.hold.len() < 4 {
+        turn(second);
+    }
+    assert_eq!(slow.executed.load(SeqCst), 5);
+    is_work_once(second, 0);
+    first.fail_held(|_| true);
+    turn(first);
+    assert!(disk.hardware_queue(1).kick.is_woken());
+    turn(second);
+    assert!(slow.executed.load(SeqCst) > 5);
 }
 
 #[test]
