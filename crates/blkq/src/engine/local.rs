@@ -229,7 +229,8 @@ impl Drop for LocalQueue {
         // The kernel may still write into the buffers of I/O in flight, so they must not be freed before it
         // completes.
         self.queue.close_to_submitters();
-        while self.queue.has_started() {
+        // Bios that wait for the next turn are work, though the driver may have no request.
+        while self.queue.has_started() || self.queue.has_changed() {
             self.turn(1);
             self.queue.completions_mut().clear();
         }

@@ -286,6 +286,18 @@ fn a_nowait_bio_overtakes_bios_that_wait_for_a_turn() {
     assert_eq!((completed, disk.stats().counter(Counter::TagWaits)), (4, 0));
 }
 
+#[test]
+fn a_queue_that_is_dropped_executes_what_waits_for_a_turn() {
+    let slow = Slow::default();
+    let disk = Disk::builder(Box::new(slow.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(discard(32)).unwrap();
+    queue.poll();
+    assert!(slow.executed.load(SeqCst) < 32);
+    drop(queue);
+    assert_eq!(slow.executed.load(SeqCst), 32);
+}
+
 // Contract: tags
 #[test]
 fn a_turn_whose_time_is_over_misses_no_larger_share() {
