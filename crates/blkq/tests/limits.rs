@@ -309,6 +309,35 @@ fn flushes_and_other_requests_alternate_at_a_limit() {
 }
 
 #[test]
+fn flushes_do_not_wait_for_a_limit_of_bytes() {
+    let cached = QueueLimits { write_cache: true, ..plain_limits() };
+    for scheduler in SchedulerKind::ALL {
+        for text in ["write-bps=4096", "bps=4096,iops=1000"] {
+            let device = Device::new(cached.clone(), Behaviour::default());
+            let builder = device.builder().rate_limits(limits(text)).scheduler(scheduler);
+            let disk = builder.build().expect("a disk");
+            let mut queue = disk.open_queue(0).expect("a queue");
+            (0..4).for_each(|block| write(&mut queue, block * 2));
+            queue.wait(1);
+            assert_eq!(queue.completions().count(), 1);
+            let begin = Instant::now();
+            for _ in 0..4 {
+                queue.submit(Bio::flush(u64::MAX)).expect("room");
+                queue.wait(1);
+                assert_eq!(
+                    queue.take_completion().expect("waited").user_data,
+                    u64::MAX,
+                    "{scheduler}, {text}"
+                );
+            }
+            assert!(begin.elapsed() < Duration::from_millis(500), "{scheduler}, {text}");
+            disk.set_rate_limits(&limits("none"));
+            queue.wait(3);
+        }
+    }
+}
+
+#[test]
 fn an_engine_that_exits_waits_for_no_limit() {
     let disk = disk("iops=1");
     let engine = EngineThread::spawn("limits", vec![(disk.clone(), 0)]).expect("an engine");

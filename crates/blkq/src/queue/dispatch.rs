@@ -198,7 +198,7 @@ impl Dispatch {
     }
 
     /// Queues `tag`, the queue's flush, ahead of all other requests. If there are limits, the flush obeys
-    /// them, and waits ahead of all others but those that the previous flush has overtaken.
+    /// them, and waits ahead of all others; those that the previous flush has overtaken are tried first.
     pub fn push_flush(&mut self, tag: Tag) {
         if self.throttle.is_on() {
             self.throttle.push_flush(tag);

@@ -12,7 +12,7 @@ use crate::request::Request;
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle};
+use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, SPARE_DELAY_NS, Throttle};
 
 /// How often a queue that waits for the limit of a group checks whether the limit was changed, in
 /// nanoseconds. Another process may change it without a wake-up.
@@ -36,17 +36,13 @@ struct Waiting {
     /// When the first request may start, in nanoseconds of the monotonic clock.
     next_ns: u64,
     /// A flush has started before requests of this direction that waited, and none of them has started since.
+    /// The first of them is tried before the next flush.
     is_overtaken: bool,
 }
 
 impl Waiting {
     fn is_waiting(&self) -> bool {
         self.is_blocked || !self.tags.is_empty()
-    }
-
-    /// The number of the first request, if the next flush must not start before that request.
-    fn overtaken(&self) -> Option<u64> {
-        self.tags.front().filter(|_| self.is_overtaken).map(|(_, number)| *number)
     }
 }
 
@@ -217,7 +213,8 @@ impl QueueThrottle {
     }
 
     /// Whether the scheduler must dispatch a request of the direction before the flush that is first here,
-    /// because the previous flush has overtaken this request, and the limits allow one now.
+    /// because the previous flush has overtaken this request, and the limits allow one now. A request that is a
+    /// little too early waits here, and is tried before the flush.
     pub fn yields(&mut self, direction: usize, requests: &[Request]) -> bool {
         let [reads, others] = &self.waiting;
         let (tags, is_overtaken) = match direction {
@@ -231,7 +228,8 @@ impl QueueThrottle {
         }
         let now_ns = monotonic_ns();
         self.follow_group(now_ns);
-        self.next_ns(direction, now_ns, now_ns < self.late_until_ns) <= now_ns
+        // A member of a group may start earlier than the time of its next attempt.
+        self.next_ns(direction, now_ns, now_ns < self.late_until_ns) <= now_ns + SPARE_DELAY_NS
     }
 
     /// The scheduler has dispatched the first request of the direction, or has none.
@@ -270,17 +268,11 @@ impl QueueThrottle {
         stats.count(Counter::ThrottledRequests, tags.len() as u64);
     }
 
-    /// Queues a flush ahead of all requests, except those that the previous flush has overtaken. Otherwise
-    /// clients that always have a flush in flight would use up the limit.
+    /// Queues a flush ahead of all requests.
     pub fn push_flush(&mut self, tag: Tag) {
-        let [reads, others] = &mut self.waiting;
-        match others.overtaken() {
-            Some(number) => others.tags.insert(1, (tag, number)),
-            None => {
-                others.next_ns = 0;
-                others.tags.push_front((tag, reads.overtaken().unwrap_or(0)));
-            }
-        }
+        let waiting = &mut self.waiting[OTHERS];
+        waiting.next_ns = 0;
+        waiting.tags.push_front((tag, 0));
         self.new_flush = Some(tag);
         self.set_has_waiting(true);
         self.released_ns[tag.index()] = u64::MAX;
@@ -401,6 +393,12 @@ impl QueueThrottle {
         while len < batch.len() {
             let Some(direction) = self.next_direction(now_ns, all) else { break };
             let Some(&(tag, _)) = self.waiting[direction].tags.front() else { break };
+            let is_flush = requests[tag.index()].operation() == Operation::Flush && !all;
+            if is_flush && let Some(overtaken) = self.take_overtaken(requests, now_ns, is_late) {
+                batch[len] = overtaken;
+                len += 1;
+                continue;
+            }
             let (count, next_ns) =
                 if all { (1, 0) } else { self.admit_at(&[tag], requests, now_ns, is_late) };
             let waiting = &mut self.waiting[direction];
@@ -412,7 +410,7 @@ impl QueueThrottle {
             }
             waiting.tags.pop_front();
             waiting.is_overtaken = false;
-            if requests[tag.index()].operation() == Operation::Flush && !all {
+            if is_flush {
                 for waiting in &mut self.waiting {
                     waiting.is_overtaken = has_scheduled || !waiting.tags.is_empty();
                 }
@@ -423,6 +421,23 @@ impl QueueThrottle {
         }
         self.set_has_waiting(self.waiting.iter().any(|waiting| !waiting.tags.is_empty()));
         len
+    }
+
+    /// Removes and returns a request that the previous flush has overtaken, and that may start now. The next
+    /// flush is the first of those that are not reads. Without this attempt, clients that always have a flush in
+    /// flight would use up the limit.
+    fn take_overtaken(&mut self, requests: &[Request], now_ns: u64, is_late: bool) -> Option<Tag> {
+        for (direction, at) in [(READ, 0), (OTHERS, 1)] {
+            let waiting = &self.waiting[direction];
+            let Some(&(tag, _)) = waiting.tags.get(at).filter(|_| waiting.is_overtaken) else { continue };
+            if self.admit_at(&[tag], requests, now_ns, is_late).0 > 0 {
+                self.waiting[direction].tags.remove(at);
+                self.caught_up(direction);
+                self.released_ns[tag.index()] = now_ns;
+                return Some(tag);
+            }
+        }
+        None
     }
 
     /// The direction of the oldest request that may be tried at `now_ns`.

@@ -31,7 +31,7 @@ const LATE_CREDIT_NS: u64 = 100_000_000;
 const AHEAD_NS_MAX: u64 = 100_000_000;
 /// How much later than the limit would allow a waiting member tries to use what others leave, in nanoseconds.
 /// The delay lets the others get what is theirs first.
-const SPARE_DELAY_NS: u64 = 500_000;
+pub(crate) const SPARE_DELAY_NS: u64 = 500_000;
 /// How long the sum of the weights of active members is reused, in nanoseconds.
 const WEIGHTS_NS: u64 = 1_000_000;
 

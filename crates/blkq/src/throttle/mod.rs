@@ -31,7 +31,7 @@ pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
 pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
-pub(crate) use meter::{Counted, Meter};
+pub(crate) use meter::{Counted, Meter, SPARE_DELAY_NS};
 pub use mode::LimitMode;
 pub(crate) use times::DeviceTimes;
 
