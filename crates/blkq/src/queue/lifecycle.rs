@@ -174,10 +174,12 @@ impl Drop for Queue {
             }
         }
         self.hold.forget_writes(self.io.disk.disk());
-        // Each queue has requests of its own, so other queues may use the tags of leaked requests.
+        // Each queue has requests of its own, so other queues may use the tags of leaked requests. They return
+        // before the queue leaves, because a freeze may change their number when no queue has requests.
         let Io { in_flight, tags, flush, .. } = &mut self.io;
         tags.freed().extend(in_flight.tags().filter(|&tag| tag != flush.tag()));
         in_flight.reset();
+        tags.share_freed();
         self.leave_if_idle();
         self.io.tags.close(self.io.disk.settings().requests(), leaks);
     }
