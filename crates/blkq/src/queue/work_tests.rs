@@ -12,6 +12,7 @@ use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::Error;
 use crate::sched::SchedulerKind;
 use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::throttle::Group;
 
 /// A driver that completes requests only after it was released.
 #[derive(Clone, Default)]
@@ -322,6 +323,44 @@ fn a_turn_whose_time_is_over_misses_no_larger_share() {
     assert!(disk.hardware_queue(1).kick.is_woken());
     turn(second);
     assert!(slow.executed.load(SeqCst) > 5);
+}
+
+#[test]
+fn flushes_and_reads_of_a_group_alternate() {
+    for scheduler in SchedulerKind::ALL {
+        let group = Arc::new(Group::new());
+        group.set_limits(&"iops=200".parse().unwrap());
+        let [mut other, mut queue] = [(0, 900), (1, 100)].map(|(slot, weight)| {
+            let disk = Keeper::released().disk().scheduler(scheduler).build().unwrap();
+            disk.join_group(group.clone().join(slot, "member", weight).unwrap());
+            open(&disk)
+        });
+        let turn_has_read = |queue: &mut Queue| {
+            queue.begin_turn(None);
+            queue.dispatch_all(None);
+            queue.completions_mut().drain(..).any(|completion| completion.user_data == 1)
+        };
+        // The other member is active for the next 100 ms.
+        read(&mut other, 0);
+        turn(&mut other);
+        let (mut flushes, mut has_read) = (0, false);
+        while !has_read {
+            queue.submit(Bio::flush(0), None).unwrap();
+            has_read = turn_has_read(&mut queue);
+            if flushes == 0 {
+                read(&mut queue, 1);
+            }
+            flushes += 1;
+            assert!(flushes < 10, "{scheduler}");
+            // The limit has room half a millisecond before the time at which the read is tried again.
+            let is_early =
+                |queue: &Queue| queue.deadline_ns().is_some_and(|at_ns| at_ns > monotonic_ns() + 1_000_000);
+            while !has_read && (queue.in_flight() > 1 || !is_early(&queue)) {
+                has_read = turn_has_read(&mut queue);
+            }
+            spin_until(queue.deadline_ns().unwrap_or(0).saturating_sub(250_000));
+        }
+    }
 }
 
 #[test]
