@@ -1,4 +1,5 @@
 //! Adding a dirty bitmap stores its name and allocates its space in the image immediately.
+// Contract: bitmaps
 
 use std::fs;
 
@@ -58,7 +59,6 @@ fn kill_after(format: &str, commands: &[&[&str]], expected: &[&str]) {
     }
 }
 
-// Contract: bitmaps
 #[test]
 fn a_kill_leaves_each_bitmap_inconsistent() {
     let add: &[&str] = &["bitmap", "add", "q", "b1"];
@@ -74,7 +74,6 @@ fn a_kill_leaves_each_bitmap_inconsistent() {
     kill_after("qcow2", &[&["bitmap", "remove", "q", "b0"]], &[]);
 }
 
-// Contract: bitmaps
 #[test]
 fn a_kill_after_a_snapshot_leaves_names_in_both_images() {
     for format in ["raw", "qcow2"] {
@@ -94,7 +93,6 @@ fn a_kill_after_a_snapshot_leaves_names_in_both_images() {
     }
 }
 
-// Contract: bitmaps
 #[test]
 fn bitmaps_are_merged_and_disabled_as_qemu_does() {
     for format in ["raw", "qcow2"] {
@@ -182,7 +180,6 @@ impl Drop for Small {
     }
 }
 
-// Contract: bitmaps
 #[test]
 fn a_full_file_system_refuses_a_bitmap_and_keeps_the_rest() {
     for format in ["raw", "qcow2"] {

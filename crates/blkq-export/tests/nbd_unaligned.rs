@@ -1,4 +1,5 @@
 //! Unaligned NBD requests, compared with an array of bytes, and several of them at the same time.
+// Contract: data
 
 use std::fs::File;
 use std::os::unix::net::UnixStream;
@@ -154,7 +155,6 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Three clients on one or two queues take their steps one after the other.
-    // Contract: data
     #[test]
     fn unaligned_requests_behave_like_an_array_of_bytes(
         steps in steps(), blocks in 1u64..40, block_log2 in 9u32..13, two_queues: bool,
@@ -172,7 +172,6 @@ proptest! {
     }
 
     /// As the test before, with files whose end is not the end of a block. The files must keep their size.
-    // Contract: data
     #[test]
     fn a_file_is_served_to_its_last_byte(
         steps in steps(), size in prop::sample::select(vec![1u64, 511, 513, 4095, 10_001, 1_000_003]),
@@ -199,7 +198,6 @@ proptest! {
 }
 
 /// The file grows and the device is resized during a write to a byte of the incomplete last block.
-// Contract: data
 #[test]
 fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
     const SIZE: u64 = 10_001;
@@ -229,7 +227,6 @@ fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
 }
 
 /// Clients on several engines write neighboring bytes of the same blocks, and must read what they wrote.
-// Contract: data
 #[test]
 fn writes_to_parts_of_one_block_do_not_undo_each_other() {
     const SIZE: u64 = 64 << 10;
@@ -283,7 +280,6 @@ fn write_neighboring_ranges(driver: Box<dyn Driver>, size: u64, queues: usize) {
 
 /// One client writes whole blocks and reads them back, while others on other engines change a few bytes of
 /// each block. The bytes that only the first client writes must be those of its last write.
-// Contract: data
 #[test]
 fn an_aligned_write_is_not_undone_by_unaligned_ones() {
     const BLOCK: usize = 4096;
@@ -333,7 +329,6 @@ fn an_aligned_write_is_not_undone_by_unaligned_ones() {
 }
 
 /// A write of whole blocks is in flight, and no range is locked, when a write to a part of a block arrives.
-// Contract: data
 #[test]
 fn an_unaligned_write_waits_for_aligned_ones_in_flight() {
     for queues in [1, 2] {

@@ -1,4 +1,5 @@
 //! Exchanging a disk's driver, and limits that a driver loses: decisions about bios in flight are made again.
+// Contract: declared
 
 use std::sync::Arc;
 
@@ -48,7 +49,7 @@ fn assert_durable(device: &Device, bytes: usize, writes: impl Iterator<Item = (u
     }
 }
 
-// Contract: declared, durability
+// Contract: durability
 #[test]
 fn writes_that_wait_during_an_exchange_are_durable_after_it() {
     for (before, after) in [
@@ -113,7 +114,7 @@ fn interrupt(flags: BioFlags) -> bool {
     true
 }
 
-// Contract: declared, durability
+// Contract: durability
 #[test]
 fn a_write_that_an_exchange_interrupts_is_durable() {
     within_limit(|| {
@@ -123,7 +124,7 @@ fn a_write_that_an_exchange_interrupts_is_durable() {
     });
 }
 
-// Contract: declared, durability
+// Contract: durability
 #[test]
 fn writes_are_durable_when_the_driver_loses_fua() {
     for scheduler in SchedulerKind::ALL {
@@ -145,7 +146,6 @@ fn writes_are_durable_when_the_driver_loses_fua() {
     }
 }
 
-// Contract: declared
 #[test]
 fn parts_whose_memory_the_new_driver_cannot_use_fail() {
     let old = device(QueueLimits { kernel_pages: true, ..cached(false, false) }, Finish::Random);
@@ -161,7 +161,6 @@ fn parts_whose_memory_the_new_driver_cannot_use_fail() {
     assert_eq!(new.log(), []);
 }
 
-// Contract: declared
 #[test]
 fn parts_whose_memory_has_become_misaligned_fail() {
     let device = device(cached(false, false), Finish::Random);

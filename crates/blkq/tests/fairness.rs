@@ -1,4 +1,5 @@
 //! No source of work keeps other sources from using the device, or a thread from its other work.
+// Contract: non-blocking
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -27,7 +28,6 @@ fn keep(queue: &mut LocalQueue, count: usize, marks: &mut u64) {
     }
 }
 
-// Contract: non-blocking
 #[test]
 fn other_threads_get_tags_while_the_owner_submits() {
     for shared in [false, true] {
@@ -63,7 +63,6 @@ fn other_threads_get_tags_while_the_owner_submits() {
     }
 }
 
-// Contract: non-blocking
 #[test]
 fn the_owner_gets_tags_while_other_threads_submit() {
     let device = held(plain_limits());
@@ -131,7 +130,6 @@ unsafe impl Source for Discards {
     }
 }
 
-// Contract: non-blocking
 #[test]
 fn a_bio_of_many_parts_takes_several_turns() {
     within_limit(|| {
@@ -150,7 +148,6 @@ fn a_bio_of_many_parts_takes_several_turns() {
     });
 }
 
-// Contract: non-blocking
 #[test]
 fn a_poll_does_no_more_than_the_budget_of_a_turn() {
     let limits = QueueLimits { max_discard_bytes: 512, ..plain_limits() };

@@ -1,10 +1,10 @@
 //! The 17 fields of /sys/block/X/stat after a known sequence of I/O.
+// Contract: statistics
 
 use crate::common::{self, Behaviour, Device, Finish, drain, filled, plain_limits, run};
 use blkq::testing::{assert_stays, wait_until};
 use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, Setting, StatGroup, Status};
 
-// Contract: statistics
 #[test]
 fn the_fields_are_those_of_the_kernel() {
     let limits = QueueLimits { write_cache: true, ..plain_limits() };
@@ -30,7 +30,6 @@ fn the_fields_are_those_of_the_kernel() {
     assert_eq!(f[10], f[3] + f[7] + f[14] + f[16]);
 }
 
-// Contract: statistics
 #[test]
 fn in_flight_busy_time_and_latency_count_from_submission() {
     let device = Device::held();
@@ -92,7 +91,6 @@ fn counters_show_each_part_at_work() {
     assert_eq!(stats.counter(Counter::DispatchBatches), device.state().commits as u64);
 }
 
-// Contract: statistics
 #[test]
 fn statistics_off_count_nothing_and_on_again_know_inflight_ios() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
@@ -113,7 +111,6 @@ fn statistics_off_count_nothing_and_on_again_know_inflight_ios() {
     assert_eq!(device.count(Operation::Read), 400);
 }
 
-// Contract: statistics
 #[test]
 fn each_io_that_finds_no_tag_is_counted_once() {
     let device = Device::held();
@@ -142,7 +139,6 @@ fn each_io_that_finds_no_tag_is_counted_once() {
     assert_eq!(waits(), 5);
 }
 
-// Contract: statistics
 #[test]
 fn the_wait_for_a_tag_stays_counted_when_limits_change() {
     let behaviour = Behaviour { finish: Finish::Held, revoke_after: Some(0), ..Behaviour::default() };
