@@ -51,7 +51,7 @@ impl StateDir {
         let begin = Instant::now();
         loop {
             match Claim::take(self, name, taker)? {
-                Attempt::Claim(claim) => return Ok(claim),
+                Attempt::Claim(claim) => return Ok(*claim),
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
                 Attempt::Locked => {}
             }
@@ -89,7 +89,7 @@ impl StateDir {
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
             match Claim::take(self, &name, Taker::Attach)? {
-                Attempt::Claim(claim) => return Ok(claim),
+                Attempt::Claim(claim) => return Ok(*claim),
                 // The orphaned block device most likely serves the same image, which must not be attached
                 // twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
@@ -145,7 +145,7 @@ enum Taker {
 }
 
 enum Attempt {
-    Claim(Claim),
+    Claim(Box<Claim>),
     Orphan(Box<Orphan>),
     /// Another process holds the lock, or a [`Taker::Cleaner`] found no lock file.
     Locked,
@@ -250,7 +250,7 @@ impl Claim {
                 .map_err(failure)?;
             return Ok(match orphan {
                 Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
-                None => Attempt::Claim(claim),
+                None => Attempt::Claim(Box::new(claim)),
             });
         }
     }
