@@ -418,8 +418,15 @@ fn the_name_of_a_killed_guest_device_continues_its_disk() {
         assert!(place.refused(words).contains("run `blkq recover disk.img`"));
     }
     place.refused(&["attach", &missing, "--name", "disk.img"]);
-    // This attach fails after it has claimed the name.
-    place.refused(&[&guest[..], &["--vhost-socket", &format!("{missing}/socket")]].concat());
+    let (socket, address) = (format!("{missing}/socket"), format!("unix:{missing}/socket"));
+    assert!(
+        place
+            .refused(&[&guest[..], &["--vhost-socket", &socket]].concat())
+            .contains("run `blkq recover disk.img`")
+    );
+    // This attach fails when it listens, after it has claimed the name.
+    let listening = ["--export", "nbd", "--listen", &address];
+    assert!(place.refused(&[&guest[..], &listening].concat()).contains("create the directory"));
     place.done(&["recover", "disk.img"]);
     assert_eq!(place.json(&["show", "disk.img", "--json"])["settings"]["depth"], 9);
     kill_and_wait(place.pid("disk.img"), &[&image]);

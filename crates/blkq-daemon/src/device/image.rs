@@ -24,7 +24,7 @@ const SERVED_WAIT: Duration = Duration::from_millis(20);
 const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
 
 /// Adds the files that Ceph's client library finds through the environment of this process.
-pub(super) fn with_ceph_files(options: &AttachOptions) -> AttachOptions {
+pub fn with_ceph_files(options: &AttachOptions) -> AttachOptions {
     let mut options = options.clone();
     find_ceph_files(&mut options, |name| std::env::var_os(name));
     options
@@ -254,7 +254,7 @@ pub(super) fn serves_bytes(options: &AttachOptions, ublk: bool) -> bool {
 }
 
 /// Absolute paths mean the same to another process.
-pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
+pub fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
     // If the current directory was removed, there are no relative paths.
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }

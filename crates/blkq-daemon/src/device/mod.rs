@@ -61,6 +61,7 @@ use running::{Running, stopping};
 use sandbox::Sandbox;
 use saved_settings::DeviceSettings;
 
+pub use image::{absolute, with_ceph_files};
 pub use obstacles::obstacles;
 pub use open::FLUSHES_IGNORED;
 pub use preflight::{check_successor, check_take_over};

@@ -75,7 +75,7 @@ impl Serve for Daemon {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&options.default_name())?,
         };
-        claim.check_continues(options)?;
+        claim.check_continues(&device::absolute(&device::with_ceph_files(options))?)?;
         Daemon::attach(claim, signals, options, Vec::new(), inherited, parent, Start::Attach)
     }
 

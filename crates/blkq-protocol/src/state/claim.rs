@@ -275,8 +275,8 @@ impl Claim {
     }
 
     /// Refuses to attach a device with `options` under a name that belongs to the disk of a virtual machine whose
-    /// daemon died, unless the options serve the same disk to the machine. Otherwise the machine would later overwrite
-    /// newer data with the requests that it submits again.
+    /// daemon died, unless the options, those for Ceph included, serve the same disk at the same socket. Otherwise
+    /// the machine would later overwrite newer data with the requests that it submits again.
     pub fn check_continues(&self, options: &AttachOptions) -> Outcome {
         let Some(before) = &self.before else { return Ok(()) };
         let Ok(Some(theirs)) = before.guest_options() else { return Ok(()) };
@@ -287,9 +287,16 @@ impl Claim {
             (one, other) => one == other,
         };
         let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
-        let is_disk = is_image && theirs.offset == options.offset && is_qcow2(&theirs) == is_qcow2(options);
+        let is_disk = is_image
+            && theirs.ceph_conf == options.ceph_conf
+            && theirs.offset == options.offset
+            && is_qcow2(&theirs) == is_qcow2(options);
+        // A machine that waits at another socket would submit its requests again to some later daemon.
+        let socket =
+            |options: &AttachOptions| options.vhost_socket.clone().unwrap_or_else(|| self.file(".vhost"));
         let exports = &options.exports;
-        if is_disk && exports.contains(&Export::VhostUserBlk) && !exports.contains(&Export::Ublk) {
+        let is_served = exports.contains(&Export::VhostUserBlk) && !exports.contains(&Export::Ublk);
+        if is_disk && is_served && socket(&theirs) == socket(options) {
             return Ok(());
         }
         let name = &self.name;
@@ -434,6 +441,7 @@ mod tests {
             &[&image, "--offset", "512", "--export", "vhost-user-blk", "--format", "qcow2"],
             &[&other, "--offset", "512", "--export", "vhost-user-blk"],
             &["ram:1M", "--export", "vhost-user-blk"],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--vhost-socket", "/run/b"],
         ] {
             let refused = attach(words).unwrap_err().to_string();
             assert!(refused.contains("run `blkq recover a`"), "{words:?}: {refused}");
@@ -441,11 +449,39 @@ mod tests {
         }
         let again = ["--offset", "512", "--export", "nbd", "--export", "vhost-user-blk"];
         assert_eq!(attach(&[&[&*image], &again[..]].concat()), Ok(()));
+        let socket = dir.file("a", ".vhost");
+        let named = ["--vhost-socket", socket.to_str().unwrap()];
+        assert_eq!(attach(&[&[&*image], &again[..], &named].concat()), Ok(()));
         fs::rename(&image, dir.path().join("moved")).unwrap();
         assert_eq!(attach(&[&[dir.path().join("moved").to_str().unwrap()], &again[..]].concat()), Ok(()));
         assert_eq!(dir.read_state("a"), before, "an attach that fails changes nothing");
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(_))));
         assert!(attach(&[&other, "--export", "nbd"]).is_ok());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_waiting_guest_keeps_its_cluster_and_its_socket() {
+        let dir = scratch("cluster");
+        let words = ["rbd:pool/image", "--export", "vhost-user-blk"];
+        let attached = |more: &[&str]| options(&[&words[..], more].concat());
+        let guest = attached(&["--ceph-conf", "/one", "--vhost-socket", "/run/a"]);
+        let mut claim = dir.claim("a").unwrap();
+        let number = claim.write_options("rbd:pool/image", &Record::new(&guest).unwrap(), None).unwrap();
+        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        claim.write_state(&state).unwrap();
+        claim.keep(true);
+        drop(claim);
+        let claim = dir.claim("a").unwrap();
+        assert_eq!(claim.check_continues(&guest), Ok(()));
+        for more in [
+            &["--ceph-conf", "/two", "--vhost-socket", "/run/a"][..],
+            &["--ceph-conf", "/one", "--vhost-socket", "/run/b"],
+            &["--ceph-conf", "/one"],
+        ] {
+            assert!(claim.check_continues(&attached(more)).is_err(), "{more:?}");
+        }
+        drop(claim);
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
