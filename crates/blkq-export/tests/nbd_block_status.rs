@@ -25,7 +25,7 @@ fn greedy(served: &Served) -> Client<UnixStream> {
 
 #[test]
 fn clients_take_turns_with_block_status() {
-    let (driver, let_go, _) = SlowExtents::new();
+    let (driver, let_go, _) = SlowExtents::driver();
     let served = serve(driver, 1, options());
     // This is dropped before the server if the test fails, so that the query ends.
     let let_go = let_go;
@@ -41,7 +41,7 @@ fn clients_take_turns_with_block_status() {
 // Contract: detach
 #[test]
 fn a_forced_stop_cancels_block_status_requests() {
-    let (driver, let_go, begun) = SlowExtents::new();
+    let (driver, let_go, begun) = SlowExtents::driver();
     let served = serve(driver, 1, options());
     let let_go = let_go;
     let mut client = greedy(&served);
@@ -57,7 +57,7 @@ fn a_forced_stop_cancels_block_status_requests() {
 
 #[test]
 fn a_client_that_vanishes_leaves_no_queries() {
-    let (driver, let_go, begun) = SlowExtents::new();
+    let (driver, let_go, begun) = SlowExtents::driver();
     let served = serve(driver, 1, options());
     let let_go = let_go;
     drop(greedy(&served));

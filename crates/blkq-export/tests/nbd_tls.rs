@@ -271,7 +271,7 @@ fn a_slow_block_status_delays_no_handshake() {
     let pki = Pki::new();
     let certificates = TlsCertificates::load(&pki.gather("slow", &SERVER)).unwrap();
     let tls = Some(TlsOptions { certificates, required: false });
-    let (driver, let_go, _) = SlowExtents::new();
+    let (driver, let_go, _) = SlowExtents::driver();
     let served = serve(driver, 1, NbdOptions { tls, ..options() });
     // This is dropped before the server if the test fails, so that the query ends.
     let let_go = let_go;

@@ -42,7 +42,7 @@ pub struct SlowExtents {
 
 impl SlowExtents {
     /// Returns the device, the channel of its queries, and the number of queries that have begun.
-    pub fn new() -> (Box<dyn Driver>, Sender<()>, Arc<AtomicU32>) {
+    pub fn driver() -> (Box<dyn Driver>, Sender<()>, Arc<AtomicU32>) {
         let ((let_go, receiver), begun) = (channel(), Arc::new(AtomicU32::new(0)));
         let driver = SlowExtents { disk: ram(), let_go: Mutex::new(receiver), begun: begun.clone() };
         (Box::new(driver), let_go, begun)
