@@ -26,7 +26,8 @@ pub(super) struct Budget {
     waiting: VecDeque<u32>,
     /// Memory was released, or the first waiting connection has changed: the first one should try again.
     changed: bool,
-    /// Connections that should try again because none exceeds the budget now.
+    /// Waiting connections that should try again because none exceeds the budget now, and that [`Budget::next`] has
+    /// not returned yet.
     retrying: VecDeque<u32>,
 }
 
@@ -49,16 +50,29 @@ impl Budget {
         let first = self.waiting.front().is_none_or(|first| *first == connection);
         if shared == 0 || first && shared <= self.left {
             self.left -= shared;
-        } else if is_read && held == 0 && self.excess.is_none() {
+        } else if is_read && held == 0 && self.may_exceed(connection) {
             self.excess = Some((connection, shared));
         } else {
             if !self.waiting.contains(&connection) {
                 self.waiting.push_back(connection);
+                if !self.retrying.is_empty() {
+                    self.retrying.push_back(connection);
+                }
             }
             return false;
         }
         self.forget(connection);
         true
+    }
+
+    /// Whether `connection` may exceed the budget now: no waiting connection is to try before it.
+    fn may_exceed(&self, connection: u32) -> bool {
+        let is_turn = |first: &u32| {
+            let has_been_returned =
+                || self.waiting.contains(&connection) && !self.retrying.contains(&connection);
+            *first == connection || has_been_returned()
+        };
+        self.excess.is_none() && self.retrying.front().is_none_or(is_turn)
     }
 
     pub fn free(&mut self, connection: u32, held: usize, bytes: usize) {
@@ -121,6 +135,31 @@ mod tests {
         budget.free(3, 32 * MIB, 32 * MIB);
         budget.free(5, OWN_BYTES, OWN_BYTES);
         assert_eq!(budget.left, 64 * MIB);
+    }
+
+    #[test]
+    fn reads_that_exceed_the_budget_take_turns() {
+        let mut budget = Budget::new(64 * MIB);
+        assert!(budget.take(1, 0, 64 * MIB, false), "held writes");
+        assert!(budget.take(2, 0, MIB, true));
+        assert!(!budget.take(3, 0, MIB, true) && !budget.take(2, MIB, MIB, true));
+        for (sender, other, late) in [(2, 3, 4), (3, 2, 5), (2, 4, 6)] {
+            budget.free(sender, MIB, MIB);
+            // A connection whose reply was sent runs before the engine calls `next`, as does a new one.
+            assert!(!budget.take(sender, 0, MIB, true) && !budget.take(late, 0, MIB, true), "{sender}");
+            assert_eq!(budget.next(), Some(other));
+            assert!(budget.take(other, 0, MIB, true));
+            assert!(!budget.take(other, MIB, MIB, true));
+            while budget.next().is_some() {}
+        }
+        // Connections that want to write do not keep others from reading.
+        budget.free(4, MIB, MIB);
+        while let Some(next) = budget.next() {
+            if next != 6 {
+                assert!(!budget.take(next, 0, MIB, false));
+            }
+        }
+        assert!(budget.take(6, 0, MIB, true));
     }
 
     #[test]
