@@ -9,15 +9,17 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::{Error, ErrorKind};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
+use crate::peer::Peer;
 use crate::retry::retry;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Interval at which an address that is in use is tried again.
+/// Interval at which a TCP address that is in use is tried again.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// Group and mode of a unix socket that the server creates. Connecting needs write permission (unix(7)).
@@ -99,27 +101,28 @@ impl Listen {
         addresses.find(|address| !is_loopback(address))
     }
 
-    /// Opens the socket, which blocks. An inherited one may be connected to the only client. Tries again for up to
-    /// `wait` while the address is in use.
+    /// Opens the socket, which blocks. An inherited one may be connected to the only client. Waits for an address that
+    /// is in use for up to `wait`; for a unix socket only if the process that listens has exited.
     pub(crate) fn open(self, access: SocketAccess, wait: Duration) -> Result<Listener, Error> {
         let until = Instant::now() + wait;
         let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
         match self {
-            Listen::Unix(path) => retry(until, RETRY, || listen_unix(path.clone(), access), is_busy),
+            Listen::Unix(path) => listen_unix(path, access, until),
             Listen::Tcp(host, port) => retry(until, RETRY, || listen_tcp(&host, port), is_busy),
             Listen::Inherited(socket) => inherit(socket),
         }
     }
 }
 
-fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Listener, Error> {
+fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Error> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)
+        .map_err(|e| Error::system("cannot create a unix socket", e))
+}
+
+fn listen_unix(path: PathBuf, access: SocketAccess, until: Instant) -> Result<Listener, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
         .map_err(|e| Error::system(what(&path), e).with_cure("use a path of at most 107 bytes"))?;
-    let new_socket = |flags| {
-        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)
-            .map_err(|e| Error::system("cannot create a unix socket", e))
-    };
     let socket = new_socket(SocketFlags::empty())?;
     let system = |e: Errno| {
         Error::system(what(&path), e).with_cure(match e {
@@ -133,17 +136,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Listener, Error> {
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(system)?;
     match rustix::net::bind(&socket, &address) {
         Err(Errno::ADDRINUSE) => {
-            let busy = |why| Error::new(ErrorKind::Busy, format!("{}: {why}", what(&path)));
-            let is_socket = std::fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
-            if !is_socket {
-                return Err(busy("a file with this path exists; remove it, or choose another path"));
-            }
-            // Connecting to the stale socket of a killed server is refused. The probe does not block: a
-            // server whose queue of waiting clients is full returns EAGAIN, which shows that it is running.
-            let probe = new_socket(SocketFlags::NONBLOCK)?;
-            if rustix::net::connect(probe, &address) != Err(Errno::CONNREFUSED) {
-                return Err(busy("another server is listening; stop it, or choose another path"));
-            }
+            wait_until_stale(&path, &address, until)?;
             std::fs::remove_file(&path).map_err(|e| Error::system(what(&path), e))?;
             rustix::net::bind(&socket, &address).map_err(system)?;
         }
@@ -156,6 +149,45 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Listener, Error> {
     let listen_address = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
     grant(&path, (made.dev(), made.ino()), access)?;
     Ok(Listener { socket, listen_address })
+}
+
+/// Waits until no process listens on the socket at `path`. Fails if another process does, or, after `until`, if the
+/// kernel still holds the socket of a process that has exited.
+fn wait_until_stale(path: &Path, address: &SocketAddrUnix, until: Instant) -> Result<(), Error> {
+    let busy = |why| Error::new(ErrorKind::Busy, format!("cannot listen on {}: {why}", path.display()));
+    loop {
+        let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+        if !is_socket {
+            return Err(busy("a file with this path exists; remove it, or choose another path"));
+        }
+        // Connecting to the stale socket of a killed server is refused. The probe does not block: a server whose
+        // queue of waiting clients is full returns EAGAIN, which shows that it is running.
+        let probe = new_socket(SocketFlags::NONBLOCK)?;
+        let connected = rustix::net::connect(&probe, address);
+        if connected == Err(Errno::CONNREFUSED) {
+            return Ok(());
+        }
+        // The kernel resets the connection when it closes the socket.
+        if connected.is_err() || !listener_has_exited(&probe) || !hangs_up(&probe, until) {
+            return Err(busy("another server is listening; stop it, or choose another path"));
+        }
+    }
+}
+
+/// Whether the process that listens at the other end of `client` has exited. Its ring may still hold the socket.
+fn listener_has_exited(client: &OwnedFd) -> bool {
+    let Ok(Peer { pid: Some(pid), .. }) = Peer::of(client) else { return false };
+    match std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())) {
+        Ok(status) => status.lines().any(|line| line.starts_with("State:\tZ")),
+        Err(e) => e.kind() == std::io::ErrorKind::NotFound,
+    }
+}
+
+fn hangs_up(client: &OwnedFd, until: Instant) -> bool {
+    let left = until.saturating_duration_since(Instant::now());
+    let left = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    let mut fds = [PollFd::new(client, PollFlags::empty())];
+    matches!(rustix::event::poll(&mut fds, Some(&left)), Ok(1))
 }
 
 /// Sets the group before the mode: the socket is never more accessible than `access` allows.

@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::nbd::*;
 use blkq::drivers::ram::Ram;
@@ -87,20 +87,35 @@ fn block_status_reports_data_and_holes() {
 }
 
 #[test]
-fn a_server_waits_for_an_address_that_is_in_use() {
+fn a_server_waits_for_a_socket_of_an_exited_process_only() {
     let path = socket_path();
     let start = |wait| {
         let engine = engines(&Disk::builder(ram()).build().unwrap());
         let options = NbdOptions { address_wait: wait, ..options() };
         NbdServer::start(Listen::Unix(path.clone()), options, &[engine[0].handle().clone()]).map(|_| ())
     };
-    let before = UnixListener::bind(&path).unwrap();
-    assert_eq!(start(Duration::ZERO).unwrap_err().kind(), ErrorKind::Busy);
-    before.accept().unwrap();
+    let is_refused = |wait| {
+        let begin = Instant::now();
+        assert_eq!(start(wait).unwrap_err().kind(), ErrorKind::Busy);
+        begin.elapsed() < Duration::from_secs(60)
+    };
+    std::fs::write(&path, "").unwrap();
+    assert!(is_refused(Duration::from_secs(600)));
+    std::fs::remove_file(&path).unwrap();
+    let running = UnixListener::bind(&path).unwrap();
+    assert!(is_refused(Duration::from_secs(600)));
+    running.accept().unwrap();
+    running.set_nonblocking(true).unwrap();
+    assert!(running.accept().is_err(), "one connection shows that the server is running");
+    // The process that called listen last is the one at the other end.
+    let script = "import socket; socket.socket(fileno=0).listen()";
+    let socket = running.as_fd().try_clone_to_owned().unwrap();
+    let listening = Command::new("python3").args(["-c", script]).stdin(socket).status().unwrap();
+    assert!(listening.success() && is_refused(Duration::ZERO));
+    running.accept().unwrap();
     std::thread::scope(|scope| {
-        // The second attempt to listen is made after the other listener was closed.
-        scope.spawn(move || before.accept().unwrap());
-        start(Duration::from_secs(60)).unwrap();
+        scope.spawn(move || wait_until("the server waits", || running.accept().is_ok()));
+        start(Duration::from_secs(600)).unwrap();
     });
 }
 

@@ -20,8 +20,7 @@ use super::disk::{DiskStart, ServedDisk};
 use super::events::Events;
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
-    RELEASE_WAIT, absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes,
-    with_ceph_files,
+    absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
 };
 use super::listen::{Sockets, addresses, vhost_address};
 use super::meter::Meter;
@@ -36,8 +35,6 @@ use crate::metrics::Endpoint;
 
 /// A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
-/// How long to wait for the addresses of the NBD servers of such a daemon.
-const ADDRESS_WAIT: Duration = Duration::from_secs(1);
 
 const NO_PARTITION_SCAN: &str = "--partscan has no effect on an NBD export, whose client scans for partitions; \
      to serve one partition, use --offset and --size-limit";
@@ -211,7 +208,7 @@ impl Device {
             image: &image,
             tls,
             serves_bytes: serves_bytes(options, has_block_device),
-            address_wait: if is_after { RELEASE_WAIT } else { ADDRESS_WAIT },
+            is_after,
             autoclear: &autoclear,
             events: &events,
         };

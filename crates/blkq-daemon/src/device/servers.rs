@@ -2,16 +2,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::{Disk, EngineHandle};
-use blkq_export::SocketAccess;
 use blkq_export::nbd::{
     ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, StoppingServer,
     TlsOptions,
 };
 use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
+use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::AttachOptions;
 
 use super::events::Events;
+use super::image::RELEASE_WAIT;
 use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
 use super::memory_limits::memory_limits;
 use crate::device::access::socket_access;
@@ -29,8 +30,8 @@ pub(super) struct ServerContext<'a> {
     pub(super) tls: Option<TlsOptions>,
     /// NBD clients may access parts of a block.
     pub(super) serves_bytes: bool,
-    /// How long to wait for the addresses of NBD.
-    pub(super) address_wait: Duration,
+    /// Whether the previous daemon of the device may have been killed.
+    pub(super) is_after: bool,
     pub(super) autoclear: &'a Autoclear,
     pub(super) events: &'a Events,
 }
@@ -68,11 +69,15 @@ impl Servers {
         drop(reserved);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, sockets.nbd.len());
+        let is_after = context.is_after;
         let nbd_options = nbd_options(options, connections_max, access, context);
         let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
         let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
         for listen in sockets.nbd {
-            match NbdServer::start(listen, nbd_options.clone(), engines) {
+            // A unix socket is waited for only if its process has exited. A TCP address may belong to any server.
+            let waits = is_after || matches!(listen, Listen::Unix(_));
+            let address_wait = if waits { RELEASE_WAIT } else { Duration::ZERO };
+            match NbdServer::start(listen, NbdOptions { address_wait, ..nbd_options.clone() }, engines) {
                 Ok(server) => servers.nbd.push(server),
                 Err(error) => {
                     servers.close();
@@ -207,7 +212,7 @@ fn nbd_options(
     access: SocketAccess,
     context: ServerContext,
 ) -> NbdOptions {
-    let ServerContext { disk, image, tls, serves_bytes, address_wait, autoclear, events, .. } = context;
+    let ServerContext { disk, image, tls, serves_bytes, autoclear, events, .. } = context;
     let export = NbdExport {
         name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
         description: format!("{} {image}", disk.driver().name()),
@@ -220,7 +225,6 @@ fn nbd_options(
         tls,
         insecure: options.insecure,
         access,
-        address_wait,
         named_in_uri: options.export_name.is_some(),
         unaligned: serves_bytes.then(Arc::default),
         idle_event: Some(autoclear.idle_event().clone()),

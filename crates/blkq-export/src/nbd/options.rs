@@ -47,8 +47,9 @@ pub struct NbdOptions {
     pub named_in_uri: bool,
     /// Group and mode of the unix socket that the server creates.
     pub access: SocketAccess,
-    /// How long to try again while the address of the server is in use. A server whose process was killed waits for
-    /// clients in its io_uring, which the kernel closes only some time after the process has exited.
+    /// How long to wait for the address of a server whose process was killed. The server waits for clients in its
+    /// io_uring, which the kernel closes only some time after the process has exited. For a TCP address, which may
+    /// belong to any server, the time applies while the address is in use.
     pub address_wait: Duration,
     /// Time limit of the handshake, in seconds, at least 1.
     pub handshake_timeout_s: u64,
