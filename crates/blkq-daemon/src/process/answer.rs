@@ -33,11 +33,12 @@ pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     shared.spawn(|shared| serve(shared, stream));
 }
 
-/// Rejects all clients that have connected to a daemon that stops. No further client can connect.
-pub(super) fn reject_all(control: &UnixListener) {
+/// Accepts all clients that have connected to a daemon that stops: each command has an answer of its own for a
+/// stopped device. No further client can connect.
+pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
     let _ = shutdown(control, Shutdown::Read);
     while let Ok((stream, _)) = control.accept() {
-        answer(&stream, &reply_line(Stage::Stopping.check()));
+        accept(shared, stream);
     }
 }
 

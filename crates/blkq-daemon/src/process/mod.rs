@@ -34,7 +34,7 @@ use crate::pid_file::PidFile;
 use crate::sandbox::operations::OPERATIONS;
 use crate::{log, sandbox};
 
-use answer::{accept, answer, reject_all};
+use answer::{accept, accept_all, answer};
 use shared::{Shared, Stage, Stopped, Termination};
 
 /// How long to pause after accept or poll has failed, for example because no file descriptor is free.
@@ -368,7 +368,7 @@ impl Daemon {
     /// The client that requested the stop gets its reply last.
     fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
-        reject_all(&control);
+        accept_all(&shared, &control);
         shared.wait_for_answers(0);
         drop((control, pid_file));
         claim.keep(shared.device().leaves_block_device());
