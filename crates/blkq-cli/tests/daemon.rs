@@ -72,20 +72,28 @@ fn a_command_during_a_detach_gets_an_answer() {
     let place = Place::new("answers");
     for _ in 0..5 {
         place.done(&["attach", "ram:1M", "--name", "d"]);
-        let ask = || {
-            while let Ok(mut stream) = UnixStream::connect(place.state().join("d.control")) {
-                let _ = stream.write_all(b"{\"command\":\"ping\"}\n");
-                let mut answer = String::new();
-                // After the answer, the connection may be reset, because the daemon has not read the command.
-                let _ = stream.read_to_string(&mut answer);
-                assert!(answer.ends_with('\n'), "{answer:?}");
-            }
+        let pid = place.pid("d");
+        // All commands are sent before the daemon accepts the first, which stops it.
+        signal(pid, rustix::process::Signal::STOP);
+        let send = |command| {
+            let mut stream = UnixStream::connect(place.state().join("d.control")).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            stream.write_all(format!("{command}\n").as_bytes()).unwrap();
+            stream
         };
-        std::thread::scope(|scope| {
-            let asking: Vec<_> = (0..3).map(|_| scope.spawn(ask)).collect();
-            place.done(&["detach", "d"]);
-            asking.into_iter().for_each(|client| client.join().unwrap());
-        });
+        let detach = r#"{"command":"detach","force":false}"#;
+        let stat = r#"{"command":"stat"}"#;
+        let set = r#"{"command":"set","settings":[["depth","9"]]}"#;
+        let waiting = [detach, stat, set, stat, set, stat, stat].map(|command| (command, send(command)));
+        signal(pid, rustix::process::Signal::CONT);
+        for (command, mut stream) in waiting {
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            assert!(answer.ends_with('\n'), "{command}: {answer:?}");
+            // `blkq stat` ends without an error when the device is detached.
+            assert!(command == set || answer.starts_with(r#"{"ok":"#), "{command}: {answer:?}");
+        }
+        wait_until("the daemon exits", || has_exited(pid));
     }
 }
 
