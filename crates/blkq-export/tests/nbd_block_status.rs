@@ -71,4 +71,5 @@ fn a_client_that_vanishes_leaves_no_queries() {
         served.server.connection_count() == 0
     });
     assert!(u64::from(begun.load(Relaxed)) < REQUESTS);
+    assert_eq!(served.server.counters().errors, 0, "cancelled requests were not answered");
 }

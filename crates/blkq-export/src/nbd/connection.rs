@@ -226,7 +226,7 @@ impl Connection {
         if (self.closing == Closing::Broken || shared.is_stopping())
             && let Phase::Transmission(requests) = &mut self.phase
         {
-            requests.cancel_queries(self.stream.replies(), shared);
+            requests.cancel_queries(self.closing != Closing::Broken, self.stream.replies(), shared);
         }
         if self.closing == Closing::Broken {
             // Only the gathered replies are dropped. A send in flight uses its memory until it completes.

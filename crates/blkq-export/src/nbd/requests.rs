@@ -290,12 +290,20 @@ impl Requests {
         shared.start_query(cx);
     }
 
-    /// Answers the block status requests that have not started, because the server stops or the client is
-    /// disconnected.
-    pub fn cancel_queries(&mut self, replies: &mut Outgoing, shared: &mut EngineShared) {
+    /// Cancels the block status requests that have not started. They are answered if the server stops, but not if
+    /// the client has disconnected.
+    pub fn cancel_queries(&mut self, has_client: bool, replies: &mut Outgoing, shared: &mut EngineShared) {
         for query in shared.queries.remove(self.slot) {
-            self.complete_status(query.request, Err(NbdError::Shutdown), replies);
+            match has_client {
+                true => self.complete_status(query.request, Err(NbdError::Shutdown), replies),
+                false => self.end_query(replies),
+            }
         }
+    }
+
+    fn end_query(&mut self, replies: &mut Outgoing) {
+        self.busy -= 1;
+        replies.hold_extents(self.extents_max_bytes());
     }
 
     /// Answers a request with an error before it was submitted. If it has a payload, the payload is skipped.
@@ -464,8 +472,7 @@ impl Requests {
         contexts: Result<Vec<ContextStatus>, NbdError>,
         replies: &mut Outgoing,
     ) {
-        self.busy -= 1;
-        replies.hold_extents(self.extents_max_bytes());
+        self.end_query(replies);
         let contexts = match contexts {
             Ok(contexts) => contexts,
             Err(error) => return self.error(request.to, error, replies),
