@@ -49,7 +49,9 @@ const PHYSICAL_BLOCK_BYTES: u32 = 4096;
 /// How long a resize or a query of the sizes waits for the cluster.
 const SIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a query of extents waits for the cluster. After that the range counts as data.
+/// How long a query of extents waits for the cluster. After that the range counts as data. The limit is not
+/// [`EXTENTS_QUERY_NS`](blkq::EXTENTS_QUERY_NS): the cluster reports no part of a range, so that an image without
+/// `fast-diff`, each object of which is queried, would have no holes.
 const EXTENTS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Loads Ceph's libraries. A process calls this before it is confined, because it cannot load them
