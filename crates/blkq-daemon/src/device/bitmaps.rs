@@ -4,7 +4,7 @@ use blkq::bitmap::{Bitmap, BitmapState};
 use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::failure::Outcome;
 
-use super::Device;
+use super::{Device, Permit};
 
 impl Device {
     /// Sorted by name. Fails if the device has stopped.
@@ -19,8 +19,8 @@ impl Device {
     }
 
     /// Atomic: no I/O is in flight during the change. Fails if the device cannot have such a bitmap, has no
-    /// bitmap of that name, or is stopping.
-    pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
+    /// bitmap of that name, or is stopping, and as `permit` does.
+    pub fn change_bitmap(&self, change: &BitmapChange, permit: Permit) -> Outcome {
         let running = self.running()?;
         if matches!(change, BitmapChange::Add { .. }) {
             // The name of the new bitmap is in the image when this returns; flushing first makes that write
@@ -28,7 +28,7 @@ impl Device {
             self.flush_for_change()?;
         }
         // Keeps a block commit from beginning.
-        let _changing = self.begin_change();
+        let _changing = self.begin_change_if(permit)?;
         self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {

@@ -5,15 +5,15 @@ use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::{GroupWatch, Joined};
 
-use super::Device;
 use super::running::{Running, stopping};
+use super::{Device, Permit};
 
 impl Device {
     /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
-    /// if the group cannot be joined, or if the device has `limit=auto`.
-    pub fn join_group(&self, name: &str, file: File) -> Outcome {
+    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
+    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
         let running = self.running()?;
-        let _changing = self.begin_change();
+        let _changing = self.begin_change_if(permit)?;
         check_no_ceiling(&running.disk)?;
         let weight = running.disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
         let (joined, member) = Joined::over(file, name, &self.attached.name, weight)?;

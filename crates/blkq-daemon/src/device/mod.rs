@@ -67,6 +67,9 @@ pub use open::FLUSHES_IGNORED;
 pub use preflight::{check_successor, check_take_over};
 pub use settings::Change;
 
+/// Fails if a change must not be made, because its client has exited.
+pub type Permit<'a> = &'a dyn Fn() -> Outcome;
+
 pub struct Device {
     /// The first field, because fields are dropped in order: these threads stop before `running` does.
     background: Mutex<Option<BackgroundThreads>>,
@@ -177,7 +180,7 @@ impl Device {
         }
         drop(running);
         // A smaller size is forced: the data beyond the end of the image is already gone.
-        self.resize(NewSize::OfImage, true, None).map(Some)
+        self.resize(NewSize::OfImage, true, None, &|| Ok(())).map(Some)
     }
 
     /// Why the block device lost a tag, if it has. Then only another daemon can answer the requests of the
@@ -189,6 +192,13 @@ impl Device {
 
     fn begin_change(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Device::begin_change`] for a client, who may have exited while another change was in progress. Fails as
+    /// `permit` does, which is called when no other change is in progress.
+    fn begin_change_if(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
+        let changing = self.begin_change();
+        permit().map(|()| changing)
     }
 
     /// `None` if the device has stopped.
@@ -225,12 +235,12 @@ impl Device {
     }
 
     /// Returns the new size in bytes. Unless `force` is set, a device in use cannot shrink. `user` is a user
-    /// of the block device that the client has found, for which a confined daemon cannot look.
-    pub fn resize(&self, new: NewSize, force: bool, user: Option<String>) -> Outcome<u64> {
+    /// of the block device that the client has found, for which a confined daemon cannot look. Fails as `permit` does.
+    pub fn resize(&self, new: NewSize, force: bool, user: Option<String>, permit: Permit) -> Outcome<u64> {
         let running = self.running()?;
         // This keeps other changes away until the new size is in effect: another resize, which could make
         // this a shrink, and a block commit.
-        let _changing = self.begin_change();
+        let _changing = self.begin_change_if(permit)?;
         self.check_not_changed()?;
         if let Some(ublk) = &running.ublk {
             let again = "detach the device and attach it again";

@@ -11,21 +11,20 @@ use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{Key, Scope, Setting, is_removed};
 
-use super::Device;
 use super::running::{Running, stopping};
+use super::{Device, Permit};
 
 impl Device {
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
         self.settings.read(key, value)
     }
 
-    /// Changes settings of the disk or its driver while no I/O is in flight. `permit` is called when no other
-    /// change is in progress. Fails as `permit` does, or if the device rejects the value.
-    pub fn set(&self, setting: &Setting, permit: &dyn Fn() -> Outcome) -> Outcome {
+    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
+    /// rejects the value.
+    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
         let running = self.running()?;
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
-        let _changing = self.begin_change();
-        permit()?;
+        let _changing = self.begin_change_if(permit)?;
         self.check_change(&running, setting)?;
         apply(&running.disk, Some((self, &running)), setting)?;
         match setting {
@@ -222,6 +221,8 @@ fn not_set(error: blkq::Error) -> Failure {
 mod tests {
     use std::time::Duration;
 
+    use blkq_protocol::control::bitmaps::BitmapChange;
+    use blkq_protocol::control::resize::NewSize;
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
     use blkq_protocol::options::Row;
@@ -295,11 +296,19 @@ mod tests {
         // set from now on.
         assert_eq!(device.state().unwrap().settings, saved);
         let depth = device.read_setting("depth", "16").unwrap();
-        let refused = device.set(&depth, &|| {
+        let refuse = || {
             assert!(device.changing.try_lock().is_err(), "no other change can begin");
             Err(Failure::new("the client exited"))
-        });
-        assert_eq!(refused, Err(Failure::new("the client exited")));
+        };
+        let clear = BitmapChange::Clear { name: "b".to_owned() };
+        for refused in [
+            device.set(&depth, &refuse),
+            device.resize(NewSize::Bytes(512), true, None, &refuse).map(drop),
+            device.change_bitmap(&clear, &refuse),
+            device.join_group("g", std::fs::File::open("/dev/null").unwrap(), &refuse),
+        ] {
+            assert_eq!(refused, Err(Failure::new("the client exited")));
+        }
         assert_eq!(device.state().unwrap().settings, saved);
         device.set(&depth, &|| Ok(())).unwrap();
         let mut settings = device.state().unwrap().settings;

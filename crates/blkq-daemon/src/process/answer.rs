@@ -72,7 +72,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             };
             log::line(&format!("resize {new}"));
             let open = shared.stage().check();
-            let resize = || shared.device().resize(new, force, user);
+            let resize = || shared.device().resize(new, force, user, &permit);
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
         Request::Resume { fail } => {
@@ -97,14 +97,16 @@ fn serve(shared: &Shared, stream: UnixStream) {
             log::line(&format!("set group={group}"));
             answer(&stream, &reply_line(Ok(())));
             let file = receive_file(&stream);
-            reply_line(file.and_then(|file| shared.join_group(&group, file)).inspect_err(refused))
+            reply_line(file.and_then(|file| shared.join_group(&group, file, &permit)).inspect_err(refused))
         }
         Request::Bitmap { change } => {
             log::line(&format!("bitmap: {change}"));
             let open = shared.stage().check();
-            reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
+            reply_line(
+                open.and_then(|()| shared.device().change_bitmap(&change, &permit)).inspect_err(refused),
+            )
         }
-        Request::Apply { settings } => reply_line(shared.apply(&settings).inspect_err(refused)),
+        Request::Apply { settings } => reply_line(shared.apply(&settings, &permit).inspect_err(refused)),
         Request::ReloadCertificates {} => {
             let reloaded = shared.device().reload_certificates().inspect_err(refused);
             if let Ok(Some(directory)) = &reloaded {

@@ -4,24 +4,23 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{Setting, is_removed, parse_new_group_name};
 
 use super::shared::{Shared, Stage};
-use crate::device::Change;
+use crate::device::{Change, Permit};
 use crate::log;
 
 impl Shared {
-    /// `permit` is called before each change, when no other change is in progress.
-    pub(super) fn set(&self, settings: &[(String, String)], permit: &dyn Fn() -> Outcome) -> Outcome {
+    pub(super) fn set(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
         self.stage().check()?;
         self.save(self.change(settings, permit), "set, but not saved")
     }
 
-    pub(super) fn join_group(&self, group: &str, file: File) -> Outcome {
+    pub(super) fn join_group(&self, group: &str, file: File, permit: Permit) -> Outcome {
         self.stage().check()?;
         let group = parse_new_group_name(group).map_err(Failure::new)?;
-        self.save(self.device().join_group(&group, file), "joined, but not saved")
+        self.save(self.device().join_group(&group, file, permit), "joined, but not saved")
     }
 
     /// Changes all settings whose value differs, and reloads the certificates: all of it, or nothing.
-    pub(super) fn apply(&self, settings: &[(String, String)]) -> Outcome {
+    pub(super) fn apply(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
         self.stage().check()?;
         let changes = self.device().prepare_changes(settings)?;
         let certificates = self.device().prepare_certificates()?;
@@ -29,7 +28,7 @@ impl Shared {
         let set = changes.iter().try_for_each(|change| {
             let (key, value) = change.to.to_text();
             log::line(&format!("set {key}={value}"));
-            self.change_to(&change.to, &|| Ok(())).map_err(|e| e.during(format_args!("{key}={value}")))?;
+            self.change_to(&change.to, permit).map_err(|e| e.during(format_args!("{key}={value}")))?;
             done.push(change);
             Ok(())
         });
@@ -76,7 +75,7 @@ impl Shared {
         self.write_state(&self.device().state()?)
     }
 
-    pub(super) fn change(&self, settings: &[(String, String)], permit: &dyn Fn() -> Outcome) -> Outcome {
+    pub(super) fn change(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key}={value}"));
             self.set_one(key, value, permit).map_err(|e| {
@@ -89,14 +88,14 @@ impl Shared {
         Ok(())
     }
 
-    fn set_one(&self, key: &str, value: &str, permit: &dyn Fn() -> Outcome) -> Outcome {
+    fn set_one(&self, key: &str, value: &str, permit: Permit) -> Outcome {
         if is_removed(key) {
             return Ok(());
         }
         self.change_to(&self.device().read_setting(key, value)?, permit)
     }
 
-    fn change_to(&self, setting: &Setting, permit: &dyn Fn() -> Outcome) -> Outcome {
+    fn change_to(&self, setting: &Setting, permit: Permit) -> Outcome {
         // After `autoclear=off` has succeeded, the device must not detach. So the stage must not change before
         // the setting has.
         let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());

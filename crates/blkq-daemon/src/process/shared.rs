@@ -330,6 +330,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::io::Read;
     use std::sync::mpsc::{Receiver, channel};
 
@@ -339,6 +340,7 @@ mod tests {
     use rustix::process::geteuid;
 
     use super::*;
+    use crate::device::Permit;
 
     struct Served {
         dir: StateDir,
@@ -398,10 +400,11 @@ mod tests {
     #[test]
     fn settings_are_applied_all_or_none() {
         let Served { dir, claim, shared, _woken } = Served::new("apply", &["ram:1M"]);
-        let apply = |shared: &Shared, settings: &[(&str, &str)]| {
+        let apply_if = |shared: &Shared, settings: &[(&str, &str)], permit: Permit| {
             let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-            shared.apply(&settings.iter().map(owned).collect::<Vec<_>>())
+            shared.apply(&settings.iter().map(owned).collect::<Vec<_>>(), permit)
         };
+        let apply = |shared: &Shared, settings: &[(&str, &str)]| apply_if(shared, settings, &|| Ok(()));
         let now = |device: &Device| (device.info().unwrap().settings, device.state().unwrap().settings);
         apply(&shared, &[("depth", "64"), ("read-only", "off")]).unwrap();
         let before = now(&shared.device);
@@ -413,6 +416,13 @@ mod tests {
         let changed = [("scheduler", "kyber"), ("limit", "iops=9"), ("depth", "32")];
         let late = apply(&shared, &[&changed[..], &[("depth", "10240")]].concat()).unwrap_err().to_string();
         assert!(late.starts_with("depth=10240: "), "{late}");
+        assert_eq!(now(&shared.device), before);
+        let permitted = Cell::new(2);
+        let permit = || match permitted.replace(permitted.get() - 1) {
+            0 => Err(Failure::new("the client exited")),
+            _ => Ok(()),
+        };
+        assert!(apply_if(&shared, &changed, &permit).unwrap_err().to_string().contains("the client exited"));
         assert_eq!(now(&shared.device), before);
         // Each setting can be changed, but the state file cannot be written.
         let read_only = File::open(dir.file("a", ".json")).unwrap();
