@@ -1,6 +1,7 @@
 //! Access to the sockets of a device, and the words that name them.
 
 use std::fs;
+use std::net::TcpListener;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
@@ -71,6 +72,17 @@ fn an_open_socket_and_a_closed_directory_are_warned_of() {
     assert_eq!(usage.status.code(), Some(2));
 }
 
+/// Changes the state file of a device as its daemon could.
+fn claim_exports(place: &Place, name: &str, exports: &[String]) {
+    let path = place.state().join(format!("{name}.json"));
+    let mut state: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    state["exports"] = exports.into();
+    let set_mode = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    set_mode(0o600);
+    fs::write(&path, state.to_string()).unwrap();
+    set_mode(0o400);
+}
+
 #[test]
 fn a_daemon_cannot_claim_the_address_of_another_device() {
     let place = Place::new("claimed");
@@ -86,17 +98,34 @@ fn a_daemon_cannot_claim_the_address_of_another_device() {
     claimed.push(tcp.to_owned());
     assert_eq!(place.json(&["show", "--json", tcp])["name"], "tcp");
     kill(place.pid("evil"));
-    let path = place.state().join("evil.json");
-    let mut state: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    state["exports"] = claimed.clone().into();
-    let set_mode = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-    set_mode(0o600);
-    fs::write(&path, state.to_string()).unwrap();
-    set_mode(0o400);
+    claim_exports(&place, "evil", &claimed);
     place.done(&["detach", "good", "tcp"]);
     for (number, address) in claimed.iter().enumerate() {
         let line = place.refused(&["set", address, "depth=9"]);
         let is_own = [2, 3].contains(&number);
         assert_eq!(line.contains("no such device"), !is_own, "{address}: {line}");
     }
+}
+
+#[test]
+fn a_free_port_is_not_the_recorded_port_of_another_device() {
+    let place = Place::new("ports");
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let attach = |name, listen: &str| {
+        place.done(&["attach", "null:1M", "--name", name, "--listen", listen, "--insecure"]);
+    };
+    attach("good", &format!("tcp:127.0.0.1:{port}"));
+    attach("free", "tcp:127.0.0.1:0");
+    attach("other-host", &format!("tcp:127.0.0.2:{port}"));
+    let shown = place.json(&["show", "good", "--json"]);
+    let address = shown["exports"][0].as_str().unwrap();
+    for name in ["free", "other-host"] {
+        kill(place.pid(name));
+        claim_exports(&place, name, &[address.to_owned()]);
+    }
+    assert_eq!(place.json(&["show", "--json", address])["name"], "good");
+    // Another device with this port could have had the address before.
+    place.done(&["detach", "good"]);
+    let line = place.refused(&["set", address, "depth=9"]);
+    assert!(!line.contains("no such device") && line.contains("free"), "{line}");
 }

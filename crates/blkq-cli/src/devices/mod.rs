@@ -4,6 +4,7 @@ pub mod disks;
 pub mod uri;
 
 use std::ffi::OsStr;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use blkq_protocol::control::{Called, Request, call, no_such_device};
@@ -186,8 +187,8 @@ impl Target<'_> {
 /// addresses. A daemon that was taken over could claim the address of another device, as it writes the exports itself.
 fn is_recorded(dir: &StateDir, name: &str, export: &str) -> bool {
     let Some(place) = Place::parse(export) else { return true };
-    let record = dir.read_state(name).and_then(|state| state.attach_options);
-    let Some(Ok(options)) = record.map(|record| record.read()) else { return false };
+    let recorded = |name: &str| dir.read_state(name)?.attach_options?.read().ok();
+    let Some(options) = recorded(name) else { return false };
     // The state directory may have two paths.
     let is_same = |one: &Path, other: &Path| {
         one == other || FileId::of(one).is_some_and(|file| FileId::of(other) == Some(file))
@@ -200,13 +201,28 @@ fn is_recorded(dir: &StateDir, name: &str, export: &str) -> bool {
         }
         Place::Nbd { address, .. } => options.listen.iter().any(|listen| match (listen, address) {
             (Address::Unix(path), NbdAddress::Unix(claimed)) => is_same(path, claimed),
-            // The kernel chooses a free port for port 0.
-            (Address::Tcp(_, port), NbdAddress::Tcp(_, claimed)) => {
-                *port == 0 || port.to_string() == *claimed
+            (Address::Tcp(host, 0), NbdAddress::Tcp(claimed_host, _)) => {
+                // The kernel chose a free port, which is not that of another device.
+                let has_recorded = |other: &String| {
+                    let listen = recorded(other).map_or_else(Vec::new, |options| options.listen);
+                    other != name && listen.iter().any(|listen| is_tcp(listen, address))
+                };
+                is_host(host, claimed_host) && dir.names().is_ok_and(|names| !names.iter().any(has_recorded))
             }
-            _ => false,
+            _ => is_tcp(listen, address),
         }),
     }
+}
+
+/// Whether the server of an attach option can have the address `claimed`.
+fn is_tcp(listen: &Address, claimed: &NbdAddress) -> bool {
+    matches!((listen, claimed), (Address::Tcp(host, port), NbdAddress::Tcp(claimed_host, claimed_port))
+        if port.to_string() == *claimed_port && is_host(host, claimed_host))
+}
+
+/// `claimed` is a numeric address. A `host` that is a name may have any address.
+fn is_host(host: &str, claimed: &str) -> bool {
+    host.parse::<IpAddr>().map_or(true, |host| claimed.parse() == Ok(host))
 }
 
 /// A word that refers to a device, as text. A word that is not UTF-8 can only be the path of an image; it is
