@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use crate::place::client::{keep_state, kept_image, kill_and_wait, run};
 use crate::place::{self, Place, kill};
@@ -109,10 +109,10 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     place.done(&["detach", "d"]);
 }
 
-/// Plays the old daemon in a separate process. When the command asks it to leave, it replaces the state file.
+/// Plays the old daemon in a separate process. When the command asks it to leave, it replaces the content of a file.
 const OLD: &str = r#"
 import os, socket, sys
-control, shown, state, after = sys.argv[1:]
+control, shown, path, after = sys.argv[1:]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(control + ".new")
 listener.listen()
@@ -122,7 +122,7 @@ while not left:
     client, _ = listener.accept()
     left = b'"leave"' in client.makefile("rb").readline()
     if left:
-        with open(state, "r+b") as file:
+        with open(path, "r+b") as file:
             file.write(open(after, "rb").read())
             file.truncate()
         os.unlink(control)
@@ -130,18 +130,34 @@ while not left:
     client.close()
 "#;
 
+/// The reply of the daemon of `d` to `show`.
+fn shown_by_daemon(place: &Place) -> String {
+    let asked = UnixStream::connect(place.state().join("d.control")).unwrap();
+    (&asked).write_all(b"{\"command\":\"show\"}\n").unwrap();
+    let mut shown = String::new();
+    BufReader::new(&asked).read_line(&mut shown).unwrap();
+    shown
+}
+
+/// Starts [`OLD`] as the daemon of `d`, which overwrites `path` with the content of the file `after`.
+fn play_old_daemon(place: &Place, shown: &str, path: &Path, after: &str) -> Child {
+    let control = place.state().join("d.control");
+    let words = [control.to_str().unwrap(), shown, path.to_str().unwrap(), after];
+    let old = Command::new("python3").args(["-c", OLD]).args(words).spawn().unwrap();
+    fs::write(place.state().join("d.lock"), format!("{}\n", old.id())).unwrap();
+    wait_until("it listens", || control.exists());
+    old
+}
+
 // Contract: live-changes
 #[test]
 fn a_snapshot_before_the_old_daemon_leaves_is_not_lost() {
     let place = Place::new("upgrade-snapshot");
     let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
     let (image, new) = (place.image("image", 1 << 20), path("new"));
-    let (state, control) = (place.state().join("d.json"), place.state().join("d.control"));
+    let state = place.state().join("d.json");
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
-    let asked = UnixStream::connect(&control).unwrap();
-    (&asked).write_all(b"{\"command\":\"show\"}\n").unwrap();
-    let mut shown = String::new();
-    BufReader::new(&asked).read_line(&mut shown).unwrap();
+    let shown = shown_by_daemon(&place);
     let before = fs::read(&state).unwrap();
     place.done(&["snapshot", "d", "--to", &new]);
     fs::copy(&state, path("after")).unwrap();
@@ -149,13 +165,35 @@ fn a_snapshot_before_the_old_daemon_leaves_is_not_lost() {
     place.done(&["detach", "d"]);
     kept.restore();
     overwrite(&state, &before);
-    fs::write(place.state().join("d.lock"), "").unwrap();
-    let words = [control.to_str().unwrap(), &shown, state.to_str().unwrap(), &path("after")];
-    let mut old = Command::new("python3").args(["-c", OLD]).args(words).spawn().unwrap();
-    wait_until("it listens", || control.exists());
+    let mut old = play_old_daemon(&place, &shown, &state, &path("after"));
     place.done(&["upgrade", "d"]);
     assert!(old.wait().unwrap().success());
     assert_eq!(place.json(&["show", "d", "--json"])["image"], new);
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn a_daemon_that_leaves_does_not_choose_the_backing_file() {
+    let place = Place::new("upgrade-leave");
+    let [base, other] = ["base", "other"].map(|name| place.image(name, 1 << 20));
+    let [top, after] = ["top", "after"].map(|name| place.dir.join(name).display().to_string());
+    place.done(&["attach", &base, "--overlay", &top, "--name", "d", "--export", "vhost-user-blk"]);
+    let shown = shown_by_daemon(&place);
+    let kept = keep_state(&place, "d");
+    place.done(&["detach", "d"]);
+    kept.restore();
+    fs::copy(&top, &after).unwrap();
+    let rebase = |top: &str, base: &str| {
+        run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", base, top]);
+    };
+    rebase(&after, &other);
+    let mut old = play_old_daemon(&place, &shown, Path::new(&top), &after);
+    let line = place.refused(&["upgrade", "d"]);
+    assert!(line.contains(&format!("{other} is not the file that was the backing file of {top}")), "{line}");
+    assert!(line.contains("waits until `blkq recover d` serves it again"), "{line}");
+    assert!(old.wait().unwrap().success());
+    rebase(&top, &base);
+    place.done(&["recover", "d"]);
     place.done(&["detach", "d"]);
 }
 

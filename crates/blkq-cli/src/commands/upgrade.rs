@@ -90,7 +90,7 @@ impl Args {
             state.check_image(options, true)?;
             D::check_successor(dir, options, before.size)?;
         }
-        let device = DeviceWithoutDaemon::stop_daemon(dir, name, guest)?;
+        let device = DeviceWithoutDaemon::stop_daemon(dir, &state, guest)?;
         match self.service {
             true => device.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
             false => device.start(),
@@ -110,24 +110,37 @@ struct DeviceWithoutDaemon<'a> {
 }
 
 impl DeviceWithoutDaemon<'_> {
+    /// `before` is the state of the device, and `guest` are its options if it is a virtual machine's disk. Fails if
+    /// the daemon refuses to leave, or if the next daemon would open other files than `before` records.
     fn stop_daemon<'a>(
         dir: &StateDir,
-        name: &'a str,
+        before: &'a StateFile,
         guest: Option<AttachOptions>,
     ) -> Outcome<DeviceWithoutDaemon<'a>> {
+        let name = &before.name;
         // The kernel says which process the daemon is. The daemon itself is not asked: a client may have
         // taken it over, and would then choose the program that this command starts.
         let old = daemon_of(dir, name).and_then(Program::of_process);
         ask::<()>(dir, name, &Request::Leave {})?;
         // The old daemon no longer changes the state file, and no other command removes it while the name is
         // reserved.
-        let state = dir.read_state(name);
+        let now = dir.read_state(name);
         // A snapshot or a commit may have changed the image since `guest` was read. If the state file has
         // become unreadable, the disk gets the image that it had then, because the virtual machine waits for
         // it.
-        let now = state.as_ref().and_then(|state| state.guest_options().ok().flatten());
-        let guest = guest.map(|before| now.unwrap_or(before));
-        let settings = state.map(|state| state.settings).unwrap_or_default();
+        let guest = guest.map(|then| {
+            let of_state = |state| StateFile::guest_options(state).ok().flatten().map(|guest| (state, guest));
+            let (state, guest) = now.as_ref().and_then(of_state).unwrap_or((before, then));
+            // A daemon that was taken over may have changed the header of the image before it left.
+            let checked = state.check_image(&guest, true).map_err(|failure| {
+                Failure::new(format!(
+                    "{failure}; the I/O of the device waits until `blkq recover {name}` serves it again"
+                ))
+            });
+            checked.map(|()| guest)
+        });
+        let guest = guest.transpose()?;
+        let settings = now.map(|state| state.settings).unwrap_or_default();
         Ok(DeviceWithoutDaemon { name, guest, settings, old })
     }
 
