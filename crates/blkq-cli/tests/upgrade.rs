@@ -389,8 +389,14 @@ fn a_daemon_does_not_choose_what_the_next_one_reads() {
     rebase(&other);
     let line = place.refused(&["recover", "d"]);
     assert!(line.contains(&format!("{other} is not the file that was the backing file of {top}")), "{line}");
+    assert!(line.contains("run `blkq recover --allow-replaced d`"), "{line}");
+    place.done(&["recover", "--allow-replaced", "d"]);
+    // The accepted file is the recorded one from then on.
+    place.done(&["upgrade", "d"]);
+    kill_and_wait(place.pid("d"), &[&top]);
     rebase(&base);
-    place.done(&["recover", "d"]);
+    place.refused(&["recover", "d"]);
+    place.done(&["recover", "--allow-replaced", "d"]);
     // Another file replaces the backing file.
     let moved = place.dir.join("moved");
     fs::rename(&base, &moved).unwrap();

@@ -19,6 +19,9 @@ pub struct Args {
     /// Without this option, the options of the device are read from standard input.
     #[arg(long)]
     recover: bool,
+    /// Serve the files that are at their paths now, even if they replaced the files of the device
+    #[arg(long, requires = "recover")]
+    allow_replaced: bool,
     /// Detach when the parent process exits
     #[arg(long)]
     exit_with_parent: bool,
@@ -43,7 +46,7 @@ impl Args {
             parent::exit_with_it()?;
         }
         if self.recover {
-            return recover::take_over(&self.name.to_string_lossy(), Vec::new(), parent);
+            return recover::take_over(&self.name.to_string_lossy(), self.allow_replaced, Vec::new(), parent);
         }
         let message = serde_json::from_reader(std::io::stdin().lock());
         let LaunchMessage { options, settings, succeeds } =

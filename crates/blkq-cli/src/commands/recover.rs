@@ -42,35 +42,46 @@ pub struct Args {
     /// Recover all devices whose daemons were killed or crashed
     #[arg(long, conflicts_with = "name")]
     all: bool,
+    /// Serve the files that are at their paths now, even if they replaced the image or its backing file
+    ///
+    /// The files must have the contents of the files that they replaced, as a copy or a restored backing file has.
+    #[arg(long, conflicts_with = "all")]
+    allow_replaced: bool,
 }
 
 impl Args {
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         if let Some(word) = &self.name {
-            return recover(&dir, &named(&dir, word)?).map(|()| ExitCode::SUCCESS);
+            return recover(&dir, &named(&dir, word)?, self.allow_replaced).map(|()| ExitCode::SUCCESS);
         }
         for_each(&dir.names()?, |name| {
             dir.wait_for_dying(name);
             match dir.inspect(name)? {
-                Found::Remains(remains) if remains.recoverable => recover(&dir, name),
+                Found::Remains(remains) if remains.recoverable => recover(&dir, name, false),
                 _ => Ok(()),
             }
         })
     }
 }
 
-fn recover(dir: &StateDir, name: &str) -> Outcome {
+fn recover(dir: &StateDir, name: &str, allow_replaced: bool) -> Outcome {
     let during = |e: Failure| e.during(format_args!("recover {name}"));
     // While an upgrade is running, the upgrade itself starts the next daemon.
     let _lock = dir.lock_upgrade(name, true).map_err(during)?;
-    let Launched { info, .. } = Program::This.launch_recover(name).map_err(during)?;
+    let Launched { info, .. } = Program::This.launch_recover(name, allow_replaced).map_err(during)?;
     report(&info)
 }
 
 /// Serves the device `name` again in this process. If `inherited` contains sockets, the daemon listens on
-/// these instead of creating its own. If this fails, the device still waits for a daemon.
-pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<D> {
+/// these instead of creating its own. If this fails, the device still waits for a daemon. Unless `allow_replaced` is
+/// set, this fails if another file is at the path of the image or of its backing file.
+pub fn take_over<D: Serve>(
+    name: &str,
+    allow_replaced: bool,
+    inherited: Vec<OwnedFd>,
+    parent: &mut Parent,
+) -> Outcome<D> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
         return Err(no_such_device(name));
@@ -79,12 +90,16 @@ pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Par
     if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
         return Err(Failure::new(format!("the daemon is running; to replace it, run `blkq upgrade {name}`")));
     }
+    let check_files = |state: &StateFile, options: &AttachOptions| match allow_replaced {
+        true => dir.accept_backing_file(state),
+        false => state.check_image(options, false),
+    };
     let busy = || Failure::new("another process has locked the device; try again");
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
             let Some(options) = state.recoverable_options()? else { return Err(remains.failure()) };
-            state.check_image(&options, false)?;
+            check_files(&state, &options)?;
             return D::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}
@@ -93,7 +108,7 @@ pub fn take_over<D: Serve>(name: &str, inherited: Vec<OwnedFd>, parent: &mut Par
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
     let options = attach_options(&orphan.state)?;
-    orphan.state.check_image(&options, false)?;
+    check_files(&orphan.state, &options)?;
     D::recover(&options, orphan, inherited, parent)
 }
 

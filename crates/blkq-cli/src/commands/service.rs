@@ -55,7 +55,7 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
             if let Err(failure) = options {
                 print_error(&failure.during(format_args!("{name}: warning: the next start will fail")));
             }
-            recover::take_over(name, inherited, parent)?
+            recover::take_over(name, false, inherited, parent)?
         }
         // The daemon was killed, or has handed the device to this process, which continues with its settings.
         (Some(Fate::Dead), options) => {

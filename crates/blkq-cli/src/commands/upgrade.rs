@@ -147,7 +147,7 @@ impl DeviceWithoutDaemon<'_> {
     fn launch(&self, program: &Program) -> Outcome<DeviceInfo> {
         let launched = match &self.guest {
             Some(options) => program.launch_successor(options, self.settings.clone()),
-            None => program.launch_recover(self.name),
+            None => program.launch_recover(self.name, false),
         };
         launched.map(|Launched { info, .. }| info)
     }

@@ -57,9 +57,9 @@ impl Program {
     /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
     /// the device is detached when this process exits.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
-        let flag = exit_with_parent.then_some("--exit-with-parent");
+        let flags: &[_] = if exit_with_parent { &["--exit-with-parent"] } else { &[] };
         let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
-        self.launch_with(options, flag, &message)
+        self.launch_with(options, flags, &message)
     }
 
     /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
@@ -70,31 +70,32 @@ impl Program {
         settings: Vec<(String, String)>,
     ) -> Outcome<Launched> {
         let message = LaunchMessage { options: Record::new(options)?, settings, succeeds: true };
-        self.launch_with(options, None, &message)
+        self.launch_with(options, &[], &message)
     }
 
     fn launch_with(
         &self,
         options: &AttachOptions,
-        flag: Option<&str>,
+        flags: &[&str],
         message: &LaunchMessage,
     ) -> Outcome<Launched> {
         let name = options.name.clone().unwrap_or_else(|| options.default_name());
         let input = serde_json::to_vec(message).map_err(|e| failure(e.into()))?;
-        launch(self, flag, &name, &input)
+        launch(self, flags, &name, &input)
     }
 
     /// As [`Program::launch_attach`], for the device `name`, which the new daemon recovers because the last
-    /// one has exited.
-    pub fn launch_recover(&self, name: &str) -> Outcome<Launched> {
-        launch(self, Some("--recover"), name, &[])
+    /// one has exited. With `allow_replaced`, the daemon also serves files that replaced those of the device.
+    pub fn launch_recover(&self, name: &str, allow_replaced: bool) -> Outcome<Launched> {
+        let flags: &[_] = if allow_replaced { &["--recover", "--allow-replaced"] } else { &["--recover"] };
+        launch(self, flags, name, &[])
     }
 }
 
 /// Runs `program` as a daemon. Its arguments show in process lists, so they contain no options.
-fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
+fn launch(program: &Program, flags: &[&str], name: &str, input: &[u8]) -> Outcome<Launched> {
     let mut command = Command::new(program.path());
-    command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
+    command.arg0("blkq").arg(SUBCOMMAND).args(flags).arg("--").arg(name);
     let mut child = inherit_standard_only(&mut command)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

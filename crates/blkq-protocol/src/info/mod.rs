@@ -352,13 +352,19 @@ impl StateFile {
             now != before && (is_open || !may_be_same)
         };
         let name = &self.name;
+        let or_accept = match is_open {
+            true => String::new(),
+            false => {
+                format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`")
+            }
+        };
         if let (Some(before), Some(now)) = (self.file, FileId::of(path))
             && (is_replaced(path, before, now)
                 || now != before && FileId::of(self.image_path()) == Some(before))
         {
             return Err(Failure::new(format!(
                 "another file is at {} now, and clients of the device would write their cached data to it; move the \
-                 image back, or run `blkq detach {name}` and attach the new file",
+                 image back, or run `blkq detach {name}` and attach the new file{or_accept}",
                 path.display()
             )));
         }
@@ -369,7 +375,7 @@ impl StateFile {
         {
             return Err(Failure::new(format!(
                 "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
-                 and attach the image again",
+                 and attach the image again{or_accept}",
                 backing.display(),
                 path.display()
             )));

@@ -245,6 +245,18 @@ impl StateDir {
         })
     }
 
+    /// Records the file that the image of the device names as its backing file now, in place of the recorded file. No
+    /// daemon serves the device. Fails if `NAME.options` cannot be replaced.
+    pub fn accept_backing_file(&self, state: &StateFile) -> Outcome {
+        let (Some(number), Some(options)) = (state.number, &state.attach_options) else { return Ok(()) };
+        let now = backing_of(options);
+        self.change_options(&state.name, |file| {
+            let images = file.images.iter_mut().filter(|image| image.number == number);
+            images.for_each(|image| image.backing = image.backing.map(|before| now.unwrap_or(before)));
+            Ok(())
+        })
+    }
+
     /// Removes the image `number` again, after the daemon has refused to switch to it.
     pub fn remove_image(&self, name: &str, number: u64) {
         // If this fails, an unused entry stays, which does no harm.
