@@ -397,6 +397,13 @@ fn a_daemon_does_not_choose_what_the_next_one_reads() {
     rebase(&base);
     place.refused(&["recover", "d"]);
     place.done(&["recover", "--allow-replaced", "d"]);
+    // The file system of the backing file was mounted again, and has another number.
+    kill_and_wait(place.pid("d"), &[&top]);
+    let mut options = place::client::state(&place, "d.options");
+    options["images"].as_array_mut().unwrap().last_mut().unwrap()["backing"]["device"] = json!([4095, 7]);
+    fs::write(place.state().join("d.options"), options.to_string()).unwrap();
+    place.done(&["recover", "d"]);
+    place.done(&["upgrade", "d"]);
     // Another file replaces the backing file.
     let moved = place.dir.join("moved");
     fs::rename(&base, &moved).unwrap();

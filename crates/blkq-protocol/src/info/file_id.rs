@@ -22,11 +22,22 @@ impl FileId {
         fs::metadata(path).ok().map(|metadata| FileId::from(&metadata))
     }
 
-    /// Whether the file at `path` keeps its inode number while no process has it open. The nodes of block devices
-    /// do not, and neither do the files of some file systems.
-    pub(super) fn is_permanent(path: &Path) -> bool {
+    /// Whether `now`, the file at `path`, is another file than this one. `is_open` says whether a daemon still has
+    /// this file open, so that its numbers stay.
+    pub(crate) fn is_replaced(self, path: &Path, now: FileId, is_open: bool) -> bool {
+        now != self && (is_open || !self.may_become(path, now))
+    }
+
+    /// Whether this file may have become `now`, the file at `path`, while no process had it open. A mount may change
+    /// the number of a file system, some file systems renumber their files, and a block device may get a new node
+    /// in the same file system. A path that leads to a node in another one was changed.
+    fn may_become(self, path: &Path, now: FileId) -> bool {
         let is_renumbered = |system: StatFs| RENUMBERED.contains(&(system.f_type as u64));
-        fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) && !statfs(path).is_ok_and(is_renumbered)
+        now.inode == self.inode
+            || match fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
+                true => statfs(path).is_ok_and(is_renumbered),
+                false => now.device == self.device,
+            }
     }
 }
 
@@ -40,5 +51,21 @@ impl From<&fs::Metadata> for FileId {
 impl From<(u64, u64)> for FileId {
     fn from((device, inode): (u64, u64)) -> FileId {
         FileId { device: (libc::major(device), libc::minor(device)), inode }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_of_another_file_system_is_another_file() {
+        let id = |device, inode| FileId { device, inode };
+        let (before, dev) = (id((8, 1), 7), Path::new("/dev/null"));
+        assert!(!before.is_replaced(dev, before, true));
+        assert!(before.is_replaced(dev, id((8, 1), 8), true), "the daemon has the node open");
+        assert!(!before.is_replaced(dev, id((8, 1), 8), false), "the node was made again");
+        assert!(before.is_replaced(dev, id((0, 5), 8), false));
+        assert!(!before.is_replaced(dev, id((8, 2), 7), false), "the file system was mounted again");
     }
 }

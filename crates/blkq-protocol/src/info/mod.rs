@@ -3,7 +3,7 @@
 pub mod backing;
 mod file_id;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::backing_file;
@@ -345,12 +345,6 @@ impl StateFile {
     /// paths without a file.
     pub fn check_image(&self, options: &AttachOptions, is_open: bool) -> Outcome {
         let DriverSpec::Image(path) = &options.image else { return Ok(()) };
-        let is_replaced = |path: &Path, before: FileId, now: FileId| {
-            // Once a file is closed, a mount may change the number of its file system, and a block device may get a
-            // new node.
-            let may_be_same = now.inode == before.inode || !FileId::is_permanent(path);
-            now != before && (is_open || !may_be_same)
-        };
         let name = &self.name;
         let or_accept = match is_open {
             true => String::new(),
@@ -359,7 +353,7 @@ impl StateFile {
             }
         };
         if let (Some(before), Some(now)) = (self.file, FileId::of(path))
-            && (is_replaced(path, before, now)
+            && (before.is_replaced(path, now, is_open)
                 || now != before && FileId::of(self.image_path()) == Some(before))
         {
             return Err(Failure::new(format!(
@@ -371,7 +365,7 @@ impl StateFile {
         if options.format == Some(Format::Qcow2)
             && let Some(before) = self.backing
             && let Some((backing, identity)) = backing_file(path, options.backing_chain.into())
-            && is_replaced(&backing, before, identity.into())
+            && before.is_replaced(&backing, identity.into(), is_open)
         {
             return Err(Failure::new(format!(
                 "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \

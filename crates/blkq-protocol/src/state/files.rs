@@ -23,7 +23,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::backing_file;
@@ -85,26 +85,27 @@ impl ImageEntry {
         ImageEntry { number, path: path.to_owned(), file, backing, options: options.clone() }
     }
 
-    /// The entry for the next daemon that serves this image. The backing file is still the recorded one.
+    /// The entry for the next daemon that serves this image. The backing file is still the recorded one, but may
+    /// have another number, as [`StateFile::check_image`] permits.
     fn succeeded_with(&self, options: &Record) -> ImageEntry {
         let mut next = ImageEntry::new(self.number, &self.path, options, self.backing);
-        // The file system may have been mounted again, under another device number.
-        if let (Some(backing), Some(before), Some(now)) = (&mut next.backing, self.file, next.file)
-            && backing.device == before.device
+        if let Some(before) = &mut next.backing
+            && let Some((path, now)) = backing_of(options)
+            && !before.is_replaced(&path, now, false)
         {
-            backing.device = now.device;
+            *before = now;
         }
         next
     }
 }
 
-/// The file that the image of `options` names as its backing file, if it has one.
-fn backing_of(options: &Record) -> Option<FileId> {
+/// The path and the file that the image of `options` names as its backing file, if it has one.
+fn backing_of(options: &Record) -> Option<(PathBuf, FileId)> {
     let options = options.read().ok()?;
     let DriverSpec::Image(image) = &options.image else { return None };
     let is_qcow2 = options.format == Some(Format::Qcow2);
     let backing = is_qcow2.then(|| backing_file(image, options.backing_chain.into())).flatten();
-    backing.map(|(_, identity)| FileId::from(identity))
+    backing.map(|(path, identity)| (path, FileId::from(identity)))
 }
 
 impl OptionsFile {
@@ -249,7 +250,7 @@ impl StateDir {
     /// daemon serves the device. Fails if `NAME.options` cannot be replaced.
     pub fn accept_backing_file(&self, state: &StateFile) -> Outcome {
         let (Some(number), Some(options)) = (state.number, &state.attach_options) else { return Ok(()) };
-        let now = backing_of(options);
+        let now = backing_of(options).map(|(_, now)| now);
         self.change_options(&state.name, |file| {
             let images = file.images.iter_mut().filter(|image| image.number == number);
             images.for_each(|image| image.backing = image.backing.map(|before| now.unwrap_or(before)));
@@ -339,7 +340,7 @@ impl StateDir {
         let same = served.find(|image| Some(image.number) == current && image.path == path);
         let entry = match same {
             Some(same) => same.succeeded_with(options),
-            None => ImageEntry::new(0, path, options, backing_of(options)),
+            None => ImageEntry::new(0, path, options, backing_of(options).map(|(_, file)| file)),
         };
         if before.as_ref().is_some_and(|before| before.ublk == ublk) && same == Some(&entry) {
             return Ok(entry.number);
