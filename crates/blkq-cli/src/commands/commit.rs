@@ -13,7 +13,7 @@ use blkq_protocol::control::bitmaps::BitmapInfo;
 use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, StateFile};
-use blkq_protocol::options::{Backing as BackingChain, Record};
+use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Record};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -146,7 +146,8 @@ fn record<'a>(
     let options = options.read()?;
     let sector_bytes = begun.map_or(512, |begun| begun.sector_size);
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
-    dir.check_not_waiting(&state.name, &options)?;
+    // The commit writes, however the device was attached.
+    dir.check_not_waiting(&state.name, &AttachOptions { read_only: false, ..options.clone() })?;
     let below = base.qcow2.then(|| backing_file(&base.path, options.backing_chain.into())).flatten();
     let below = below.map(|(_, identity)| FileId::from(identity));
     let (path, options) = (base.path.display().to_string(), Record::new(&options)?);

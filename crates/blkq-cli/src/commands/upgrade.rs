@@ -10,7 +10,7 @@ use blkq_protocol::control::{Called, Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{DeviceInfo, StateFile};
-use blkq_protocol::options::AttachOptions;
+use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::StateDir;
 
 use super::recover::attach_options;
@@ -83,12 +83,12 @@ impl Args {
         if let Some(block_device) = &state.ublk {
             let options = attach_options(&state)?;
             state.check_image(&options, true)?;
-            D::check_take_over(&options, block_device)?;
+            D::check_take_over(&with_write_access(&options, &state.settings), block_device)?;
         }
         let guest = state.guest_options()?;
         if let Some(options) = &guest {
             state.check_image(options, true)?;
-            D::check_successor(dir, options, before.size)?;
+            D::check_successor(dir, &with_write_access(options, &state.settings), before.size)?;
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, &state, guest)?;
         match self.service {

@@ -33,7 +33,7 @@ pub(super) struct DiskStart {
 
 impl ServedDisk {
     /// Restores the `saved` settings before the engines start. Fails if the driver or the files of its
-    /// bitmaps cannot be used, the device cannot join its group, or a thread cannot be started.
+    /// bitmaps cannot be used, the device cannot join its group or become writable, or a thread cannot be started.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
@@ -46,7 +46,7 @@ impl ServedDisk {
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
         served.join_group(options, claim, start.is_successor)?;
-        saved.restore(|setting| apply(&served.disk, None, setting));
+        saved.restore(|setting| apply(&served.disk, None, setting))?;
         served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
         Ok(served)
     }

@@ -11,7 +11,7 @@ use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Membership;
 use blkq_protocol::info::{DaemonState, StateFile};
-use blkq_protocol::options::{AttachOptions, Export, Record};
+use blkq_protocol::options::{AttachOptions, Export, Record, with_write_access};
 use blkq_protocol::state::{Claim, DYING_WAIT};
 
 use super::background::BackgroundThreads;
@@ -56,7 +56,8 @@ impl Device {
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let check = || claim.dir().check_not_waiting(claim.name(), options);
+        let opened = with_write_access(options, &settings);
+        let check = || claim.dir().check_not_waiting(claim.name(), &opened);
         // Check before opening the image, because opening may change it, and again when it is locked, because
         // a daemon may have exited in between.
         check()?;

@@ -81,7 +81,7 @@ impl SavedSettings {
     }
 
     fn warn(&mut self, key: &str, value: &str, failure: &Failure) {
-        self.warnings.push(format!("cannot restore the setting {key}={value}: {failure}"));
+        self.warnings.push(not_restored(key, value, failure));
     }
 
     /// Gives `options` the settings that the daemon itself implements. A setting that `options` exclude becomes a
@@ -108,14 +108,24 @@ impl SavedSettings {
         }
     }
 
-    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet.
-    pub fn restore(&mut self, apply: impl Fn(&Setting) -> Outcome) {
+    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet. Fails if the disk
+    /// cannot become writable: the writes that wait would fail.
+    pub fn restore(&mut self, apply: impl Fn(&Setting) -> Outcome) -> Outcome {
         for setting in std::mem::take(&mut self.settings) {
-            if let Err(failure) = apply(&setting) {
-                self.warn(setting.name(), &setting.value(), &failure);
+            match apply(&setting) {
+                Err(failure) if setting == Setting::ReadOnly(false) => {
+                    return Err(Failure::new(not_restored(setting.name(), &setting.value(), &failure)));
+                }
+                Err(failure) => self.warn(setting.name(), &setting.value(), &failure),
+                Ok(()) => {}
             }
         }
+        Ok(())
     }
+}
+
+fn not_restored(key: &str, value: &str, failure: &Failure) -> String {
+    format!("cannot restore the setting {key}={value}: {failure}")
 }
 
 #[cfg(test)]
@@ -144,6 +154,21 @@ mod tests {
             let (limit, left, warnings) = put(words, value);
             assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "depth", Vec::new()));
         }
+    }
+
+    #[test]
+    fn only_a_disk_that_cannot_become_writable_is_not_served() {
+        let options = options(&["ram:1M", "--export", "nbd", "--read-only"]);
+        let restored = |key: &str, value: &str| {
+            let text = [(key.to_owned(), value.to_owned())];
+            let mut saved = SavedSettings::read(SettingGroups::new(&options), &text);
+            let outcome = saved.restore(|_| Err(Failure::new("it is locked")));
+            (outcome.map_err(|failure| failure.to_string()), saved.warnings)
+        };
+        let why = |setting: &str| format!("cannot restore the setting {setting}: it is locked");
+        assert_eq!(restored("read-only", "off"), (Err(why("read-only=off")), vec![]));
+        assert_eq!(restored("read-only", "on"), (Ok(()), vec![why("read-only=on")]));
+        assert_eq!(restored("depth", "8"), (Ok(()), vec![why("depth=8")]));
     }
 
     #[test]

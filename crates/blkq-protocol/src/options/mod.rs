@@ -33,7 +33,7 @@ use crate::failure::{Failure, Outcome};
 
 use declare::attach_options;
 pub use record::Record;
-pub use setting_groups::{SettingGroups, is_removed};
+pub use setting_groups::{SettingGroups, is_removed, with_write_access};
 use syntax::Values;
 pub use values::{
     Address, Backing, Copying, Export, Format, NO_GROUP, PartitionScan, SectorSize, Tls, image_text,

@@ -11,6 +11,13 @@ pub fn is_removed(key: &str) -> bool {
     REMOVED.iter().any(|option| option.strip_prefix("no-") == Some(key))
 }
 
+/// `options`, but writable if the device became writable by the settings that were `changed` since the attach. A device
+/// that became read-only stays writable here, because its next daemon first opens the image for writing.
+pub fn with_write_access(options: &AttachOptions, changed: &[(String, String)]) -> AttachOptions {
+    let is_writable = changed.iter().any(|(key, value)| key == Key::ReadOnly.row().name && value == "off");
+    AttachOptions { read_only: options.read_only && !is_writable, ..options.clone() }
+}
+
 /// The groups of settings that a device has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SettingGroups {

@@ -9,12 +9,13 @@ use super::{Fate, Found, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::backing::Window;
 use crate::info::{FileId, StateFile};
-use crate::options::{AttachOptions, Format, image_text};
+use crate::options::{AttachOptions, Format, image_text, with_write_access};
 
 impl StateDir {
     /// Refuses to use the image of `options`, and its backing files, for the device `name` if one of these
     /// files belongs to another device that waits for its next daemon. That daemon reissues I/O that would
-    /// overwrite newer data, and an overlay is destroyed by a write to its backing file.
+    /// overwrite newer data, and an overlay is destroyed by a write to its backing file. `options` must be
+    /// writable if `blkq set` made the device writable ([`with_write_access`]).
     pub fn check_not_waiting(&self, name: &str, options: &AttachOptions) -> Outcome {
         for other in self.names()?.into_iter().filter(|other| other != name) {
             let Some(state) = self.read_state(&other) else { continue };
@@ -29,6 +30,7 @@ impl StateDir {
                 format: None,
                 ..options.clone()
             });
+            theirs = with_write_access(&theirs, &state.settings);
             // The next daemon serves a block device in its present size. If the size is unknown, the block device
             // does not exist or cannot be inspected below.
             if let Some(block_device) = &state.ublk {
@@ -159,6 +161,15 @@ mod tests {
         let why = dir.check_not_waiting("b", &other).unwrap_err().to_string();
         assert!(why.contains("belongs to a, which is being handed over"), "{why}");
         assert_eq!(dir.check_not_waiting("a", &other), Ok(()), "the next daemon may open the image");
+        // Both devices read the image, until one becomes writable.
+        let reader = with(&image, &readers);
+        let record = Record::new(&reader).unwrap();
+        let number = claim.write_options("other path", &record, None).unwrap();
+        let mode = |value: &str| vec![("read-only".to_owned(), value.to_owned())];
+        for (settings, is_free) in [(vec![], true), (mode("off"), false), (mode("on"), true)] {
+            claim.write_state(&DaemonState { pid: 1, image: number, exports: vec![], settings }).unwrap();
+            assert_eq!(dir.check_not_waiting("b", &reader).is_ok(), is_free);
+        }
         drop(claim);
         fs::remove_dir_all(dir.path()).unwrap();
     }
