@@ -52,12 +52,12 @@ impl Device {
         claim: &Claim,
         inherited: Vec<OwnedFd>,
     ) -> Outcome<Device> {
-        let options = &with_ceph_files(options);
+        let recorded = with_ceph_files(options);
+        let options = &with_write_access(&recorded, &settings);
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let opened = with_write_access(options, &settings);
-        let check = || claim.dir().check_not_waiting(claim.name(), &opened);
+        let check = || claim.dir().check_not_waiting(claim.name(), options);
         // Check before opening the image, because opening may change it, and again when it is locked, because
         // a daemon may have exited in between.
         check()?;
@@ -68,7 +68,7 @@ impl Device {
             check().map(|()| opened)
         };
         let identity = Identity::of_new();
-        let served = Served::record(options, claim, exports.ublk.then_some(identity))?;
+        let served = Served::record(&recorded, claim, exports.ublk.then_some(identity))?;
         let number = served.number;
         let intent = settings.clone();
         let mut options = options.clone();
@@ -122,7 +122,7 @@ impl Device {
         let options = &with_ceph_files(options);
         let identity = block_device.identity();
         let served = Served::record(options, claim, Some(identity))?;
-        let mut options = options.clone();
+        let mut options = with_write_access(options, &state.settings);
         let fewer_threads = limit_threads(&mut options)?;
         let threads = options.threads_per_queue;
         keep_format(&mut options);
