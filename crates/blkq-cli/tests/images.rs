@@ -126,6 +126,10 @@ fn a_reader_does_not_become_a_writer_of_an_image_in_use() {
     let line = place.refused(&["set", "disk.img", "depth=8", "read-only=off"]);
     let reason = format!("the kernel's loop device {} uses it; release it there first", device.0);
     assert!(line.contains(&reason), "{line}");
+    let file = place.dir.join("disk.toml");
+    fs::write(&file, format!("image = {image:?}\nname = \"disk.img\"\nread-only = false\n")).unwrap();
+    let line = place.refused(&["config", "apply", file.to_str().unwrap()]);
+    assert!(line.contains("disk.img: read-only=off: ") && line.contains(&reason), "{line}");
     assert_eq!(place.json(&["show", "disk.img", "--json"])["read_only"], true);
     place.done(&["detach", "disk.img"]);
     place.done(&["attach", "--export", "vhost-user-blk", "--name", "node", &device.0]);

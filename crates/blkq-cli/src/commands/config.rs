@@ -7,10 +7,12 @@ use std::process::ExitCode;
 use blkq_protocol::control::{Request, ask};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{EXIT_FAILED, Outcome, print_error};
+use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::SettingGroups;
 use blkq_protocol::state::StateDir;
 use clap::ValueEnum;
 
+use super::set::check_image_writable;
 use crate::config::{ConfigFile, check_defaults, files, first};
 use crate::launch::systemd::unescape_instance;
 use crate::output::for_each;
@@ -50,6 +52,12 @@ fn apply(path: &Path) -> Outcome {
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
     let (dir, name) = (StateDir::locate()?, file.name());
     let settings = file.settings(SettingGroups::new(&options));
+    // The file of a writable device may contain `read-only = false`, which changes nothing then.
+    let info: DeviceInfo = ask(&dir, &name, &Request::Show {})?;
+    if info.read_only {
+        check_image_writable(&dir, &name, &settings)
+            .map_err(|e| e.during(format_args!("{name}: read-only=off")))?;
+    }
     ask::<()>(&dir, &name, &Request::Apply { settings }).map_err(|e| e.during(&name))
 }
 

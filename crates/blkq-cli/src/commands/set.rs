@@ -95,10 +95,8 @@ impl Args {
 
 /// `word` is the name by which the user called the device.
 fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) -> Outcome {
-    let writes = |(key, value): &(String, String)| key == Key::ReadOnly.row().name && value == "off";
-    if settings.iter().any(writes) {
-        check_image_writable(dir, name).map_err(|e| e.during(format_args!("set {word}: read-only=off")))?;
-    }
+    check_image_writable(dir, name, settings)
+        .map_err(|e| e.during(format_args!("set {word}: read-only=off")))?;
     let is_group = |(key, value): &(String, String)| key == Key::Group.row().name && value != NO_GROUP;
     let changed =
         settings.chunk_by(|one, next| !is_group(one) && !is_group(next)).try_for_each(|some| match some {
@@ -108,8 +106,12 @@ fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) ->
     changed.map_err(|e| e.during(format_args!("set {word}")))
 }
 
-/// The daemon is confined and cannot see whether the kernel uses the image.
-fn check_image_writable(dir: &StateDir, name: &str) -> Outcome {
+/// Checks that the image may be written to if `settings` make the device writable. The daemon is confined and cannot
+/// see whether the kernel uses the image.
+pub(super) fn check_image_writable(dir: &StateDir, name: &str, settings: &[(String, String)]) -> Outcome {
+    if !settings.iter().any(|(key, value)| key == Key::ReadOnly.row().name && value == "off") {
+        return Ok(());
+    }
     let Some(record) = dir.read_state(name).and_then(|state| state.attach_options) else { return Ok(()) };
     let options = record.read()?;
     let DriverSpec::Image(path) = &options.image else { return Ok(()) };
