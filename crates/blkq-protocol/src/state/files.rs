@@ -58,6 +58,11 @@ pub struct OptionsFile {
     /// The cookie that identifies the kernel's block device, if the device has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ublk: Option<u64>,
+    /// Whether entries may record backing files. Older versions cannot read such entries. So a file that an older
+    /// version wrote gets none, even from this version: after a failed upgrade, a daemon of the older version reads
+    /// the file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    has_backing: bool,
     images: Vec<ImageEntry>,
 }
 
@@ -73,7 +78,7 @@ struct ImageEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
     /// The backing file of the image. The header of the image does not decide which file a commit writes to,
-    /// because the daemon can change the header. Older versions did not record the backing file.
+    /// because the daemon can change the header. See [`OptionsFile::has_backing`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     backing: Option<FileId>,
     options: Record,
@@ -241,6 +246,7 @@ impl StateDir {
                     "another command is switching the device to a new image; try again",
                 ));
             }
+            let backing = backing.filter(|_| file.has_backing);
             file.add(ImageEntry::new(number, path, options, backing), current);
             Ok(())
         })
@@ -336,16 +342,21 @@ impl StateDir {
         // version that wrote no `NAME.options`.
         let current = self.read_state(name).and_then(|state| state.number);
         let before = current.and_then(|_| self.read_options(name).ok());
+        let has_backing = before.as_ref().is_none_or(|before| before.has_backing);
         let mut served = before.iter().flat_map(|before| &before.images);
         let same = served.find(|image| Some(image.number) == current && image.path == path);
         let entry = match same {
             Some(same) => same.succeeded_with(options),
-            None => ImageEntry::new(0, path, options, backing_of(options).map(|(_, file)| file)),
+            None => {
+                let backing = has_backing.then(|| backing_of(options)).flatten();
+                ImageEntry::new(0, path, options, backing.map(|(_, file)| file))
+            }
         };
         if before.as_ref().is_some_and(|before| before.ublk == ublk) && same == Some(&entry) {
             return Ok(entry.number);
         }
-        let mut file = before.unwrap_or(OptionsFile { version: VERSION, ublk: None, images: Vec::new() });
+        let new = OptionsFile { version: VERSION, ublk: None, has_backing, images: Vec::new() };
+        let mut file = before.unwrap_or(new);
         file.ublk = ublk;
         let number = file.next_number();
         file.add(ImageEntry { number, ..entry }, current);
@@ -485,6 +496,27 @@ mod tests {
         overwrite_state(&file, &daemon_state(199)).unwrap();
         assert_eq!(image(), Some((String::new(), None)));
         assert!(!dir.file("a", ".options.new").exists());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn an_older_program_still_reads_its_options_file() {
+        let dir = scratch("options-older");
+        let first = record("/first");
+        dir.write_options("a", "/first", &first, None).unwrap();
+        dir.write_state("a", &daemon_state(0)).unwrap();
+        let path = dir.file("a", ".options");
+        let mut file: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(file["has_backing"], json!(true));
+        file.as_object_mut().unwrap().remove("has_backing");
+        fs::write(&path, file.to_string()).unwrap();
+        dir.add_image("a", 1, "/second", &record("/second"), FileId::of(&dir.0)).unwrap();
+        dir.write_options("a", "/first", &first, Some(3)).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(
+            text.contains("/second") && text.contains("\"ublk\":3") && !text.contains("backing\""),
+            "{text}"
+        );
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
