@@ -533,3 +533,20 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
         assert_eq!(in_qemu_nbd(&low, "b1"), []);
     }
 }
+
+#[test]
+fn a_device_that_became_writable_has_bitmaps() {
+    let place = Place::new("bitmap-writable");
+    let image = place.image("image", 1 << 20);
+    place.done(&["attach", &image, "--name", "d", "--read-only", "--export", "vhost-user-blk"]);
+    place.done(&["set", "d", "read-only=off"]);
+    place.done(&["bitmap", "add", "d", "b"]);
+    // The next daemon cannot make an image writable that it opened with bitmaps for reading.
+    place.done(&["upgrade", "d"]);
+    assert_eq!(state(&place, "d", "b"), "recording");
+    kill_and_wait(place.pid("d"), &[&image]);
+    // The command warns that the bitmap is inconsistent.
+    assert!(place.run(&["recover", "d"]).status.success());
+    assert_eq!(place.json(&["show", "d", "--json"])["read_only"], false);
+    place.done(&["detach", "d"]);
+}

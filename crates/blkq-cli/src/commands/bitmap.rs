@@ -9,7 +9,7 @@ use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::{Dialogue, Request, ask};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
-use blkq_protocol::options::{AttachOptions, Format, Record};
+use blkq_protocol::options::{AttachOptions, Format, Record, with_write_access};
 use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 
@@ -141,7 +141,8 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     let options = state.attach_options.as_ref().map(Record::read).transpose()?;
     let has_file = |options: AttachOptions| {
         let is_image = matches!(options.image, DriverSpec::Image(_));
-        is_image && options.format != Some(Format::Qcow2) && !options.read_only
+        let is_writable = !with_write_access(&options, &state.settings).read_only;
+        is_image && options.format != Some(Format::Qcow2) && is_writable
     };
     let image = state.image_path();
     let is_file = fs::metadata(&image).is_ok_and(|image| image.is_file());
