@@ -108,8 +108,13 @@ impl Args {
             _ => PathBuf::from(&state.image),
         };
         let base = open_base(&image, self.backing_chain.into()).map_err(|e| {
-            let hint = "add --backing-chain allow if you trust the author of the image";
-            Failure::of(e, ErrorKind::BackingFile, hint)
+            let (kind, hint) = match e.kind() {
+                ErrorKind::Busy => (ErrorKind::Busy, "detach the device that uses it"),
+                _ => {
+                    (ErrorKind::BackingFile, "add --backing-chain allow if you trust the author of the image")
+                }
+            };
+            Failure::of(e, kind, hint)
         })?;
         let opened = base.files.image.metadata().ok().map(|metadata| FileId::from(&metadata));
         if state.backing.is_some() && state.backing != opened {
