@@ -44,14 +44,12 @@ pub fn vring_state(index: u32, value: u32) -> [u64; 1] {
 
 pub struct Connection {
     stream: UnixStream,
-    /// Whether the server acknowledges messages that ask for it (REPLY_ACK).
-    pub acknowledged: bool,
 }
 
 impl Connection {
     /// Fails with a [`std::io::Error`] if no server listens at `path`.
     pub fn connect(path: &Path) -> Result<Connection> {
-        Ok(Connection { stream: UnixStream::connect(path)?, acknowledged: false })
+        Ok(Connection { stream: UnixStream::connect(path)? })
     }
 
     /// Sends a request with the payload `words`, without waiting for a reply.
@@ -81,12 +79,9 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends a request that changes the state of the server. If REPLY_ACK was negotiated, waits for its
-    /// acknowledgement. Fails if the server rejects the request.
+    /// Sends a request that changes the state of the server, and waits for its acknowledgement (REPLY_ACK). Fails if
+    /// the server rejects the request.
     pub fn set(&mut self, request: u32, words: &[u64], descriptor: Option<BorrowedFd<'_>>) -> Result {
-        if !self.acknowledged {
-            return self.send_with(request, VERSION, words, descriptor);
-        }
         self.send_with(request, VERSION | NEED_REPLY, words, descriptor)?;
         match self.reply_u64(request)? {
             0 => Ok(()),

@@ -20,7 +20,7 @@ mod tests;
 use connection::Connection;
 use memory::SharedMemory;
 pub use options::Options;
-use options::{ACCEPTED, GUEST_START, REQUIRED, protocol};
+use options::{ACCEPTED, GUEST_START, PROTOCOL_ACCEPTED, PROTOCOL_REQUIRED, REQUIRED};
 pub use queue::{Queue, Request};
 
 /// The fields of the device's configuration that a load requires.
@@ -47,6 +47,14 @@ impl Config {
     }
 }
 
+/// Returns the features of `offered` that the front end uses. Fails unless all of `required` are offered.
+fn accepted(what: &str, offered: u64, required: u64, optional: u64) -> Result<u64> {
+    if offered & required != required {
+        return Err(format!("the server offers the {what} {offered:#x}; {required:#x} are required").into());
+    }
+    Ok(offered & (required | optional))
+}
+
 /// A connected front end. Dropping it closes the connection, which stops its queues.
 pub struct FrontEnd {
     pub queues: Vec<Queue>,
@@ -61,22 +69,10 @@ impl FrontEnd {
         let mut connection = Connection::connect(path)?;
         connection.send(connection::SET_OWNER, &[])?;
         let offered = connection.ask_u64(connection::GET_FEATURES)?;
-        if offered & REQUIRED != REQUIRED {
-            return Err(
-                format!("the server offers the features {offered:#x}; {REQUIRED:#x} are required").into()
-            );
-        }
-        let protocol_offered = connection.ask_u64(connection::GET_PROTOCOL_FEATURES)?;
-        if protocol_offered & protocol::CONFIG == 0 {
-            return Err(format!(
-                "the server offers the protocol features {protocol_offered:#x}, without CONFIG"
-            )
-            .into());
-        }
-        let accepted = protocol_offered & (protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG);
-        connection.send(connection::SET_PROTOCOL_FEATURES, &[accepted])?;
-        connection.acknowledged = accepted & protocol::REPLY_ACK != 0;
-        let features = offered & (REQUIRED | ACCEPTED);
+        let features = accepted("features", offered, REQUIRED, ACCEPTED)?;
+        let offered = connection.ask_u64(connection::GET_PROTOCOL_FEATURES)?;
+        let protocol_features = accepted("protocol features", offered, PROTOCOL_REQUIRED, PROTOCOL_ACCEPTED)?;
+        connection.send(connection::SET_PROTOCOL_FEATURES, &[protocol_features])?;
         connection.set(connection::SET_FEATURES, &[features], None)?;
         let (memory, layouts) = queue::lay_out(options)?;
         let memory = Arc::new(memory);
@@ -85,7 +81,7 @@ impl FrontEnd {
         connection.set(connection::SET_MEM_TABLE, &table, Some(memory.as_fd()))?;
         let mut queues = Vec::with_capacity(options.queues);
         for (index, layout) in layouts.into_iter().enumerate() {
-            let queue = Queue::new(&memory, layout, options, features)?;
+            let queue = Queue::new(&memory, layout, options)?;
             queue.hand_over(index as u32, &mut connection)?;
             queues.push(queue);
         }

@@ -1,5 +1,5 @@
-//! The driver side of a split ring (virtio 1.2, 2.7). Each request slot has fixed descriptors, so that no descriptor has
-//! to be allocated.
+//! The driver side of a split ring (virtio 1.2, 2.7). Each request slot has a descriptor and a table of indirect
+//! descriptors, so that no descriptor has to be allocated.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::connection::{self, Connection, vring_state};
 use super::memory::SharedMemory;
-use super::options::{self, EVENT_IDX, GUEST_START, Options, RING_SIZE};
+use super::options::{GUEST_START, Options, RING_SIZE};
 use crate::Result;
 
 const PAGE_BYTES: usize = 4096;
@@ -19,8 +19,6 @@ const DESCRIPTOR_BYTES: usize = 16;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Descriptors per request: header, data, status.
-const CHAIN: usize = 3;
 /// Size of a slot, and the offsets of the status and of the table of indirect descriptors in it. The header is at 0.
 const SLOT_BYTES: usize = 128;
 const STATUS_AT: usize = 16;
@@ -73,8 +71,6 @@ pub struct Queue {
     memory: Arc<SharedMemory>,
     layout: Layout,
     data_bytes: usize,
-    indirect: bool,
-    event_idx: bool,
     kick: OwnedFd,
     call: OwnedFd,
     /// Next entry of the available ring.
@@ -87,22 +83,11 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub(super) fn new(
-        memory: &Arc<SharedMemory>,
-        layout: Layout,
-        options: &Options,
-        features: u64,
-    ) -> Result<Queue> {
-        let indirect = features & options::INDIRECT != 0;
-        if !indirect && options.slots * CHAIN > usize::from(RING_SIZE) {
-            return Err("the server offers no indirect descriptors; use fewer slots or a larger ring".into());
-        }
+    pub(super) fn new(memory: &Arc<SharedMemory>, layout: Layout, options: &Options) -> Result<Queue> {
         Ok(Queue {
             memory: Arc::clone(memory),
             layout,
             data_bytes: options.data_bytes,
-            indirect,
-            event_idx: features & EVENT_IDX != 0,
             kick: eventfd(0, EventfdFlags::CLOEXEC)?,
             call: eventfd(0, EventfdFlags::CLOEXEC)?,
             available: 0,
@@ -152,24 +137,20 @@ impl Queue {
         self.memory.store_u32(place + 4, 0);
         self.memory.store_u64(place + 8, request.sector);
         self.memory.atomic_u8(place + STATUS_AT).store(NO_STATUS, Ordering::Relaxed);
-        let head = if self.indirect { slot } else { slot * CHAIN };
-        // Index of the chain's first descriptor in its table, and the offset of the table.
-        let (first, table) =
-            if self.indirect { (0, place + TABLE_AT) } else { (head, self.layout.descriptors) };
+        let table = place + TABLE_AT;
         let parts = [
             (place, 16, NEXT),
             (self.data_at(slot), request.bytes, if request.write { NEXT } else { NEXT | WRITE }),
             (place + STATUS_AT, 1, WRITE),
         ];
-        for (index, (offset, bytes, flags)) in (first..).zip(parts) {
+        for (index, (offset, bytes, flags)) in (0..).zip(parts) {
             self.descriptor(table + DESCRIPTOR_BYTES * index, offset, bytes, flags, (index + 1) as u16);
         }
-        if self.indirect {
-            let at = self.layout.descriptors + DESCRIPTOR_BYTES * head;
-            self.descriptor(at, place + TABLE_AT, DESCRIPTOR_BYTES * CHAIN, INDIRECT, 0);
-        }
+        // The descriptor in the ring has the number of its slot.
+        let at = self.layout.descriptors + DESCRIPTOR_BYTES * slot;
+        self.descriptor(at, table, DESCRIPTOR_BYTES * parts.len(), INDIRECT, 0);
         let entry = usize::from(self.available % RING_SIZE);
-        self.memory.store_u16(self.layout.driver + 4 + 2 * entry, head as u16);
+        self.memory.store_u16(self.layout.driver + 4 + 2 * entry, slot as u16);
         self.available = self.available.wrapping_add(1);
     }
 
@@ -184,14 +165,9 @@ impl Queue {
         // Orders the store of the index before the load of the server's event index: either the server sees the new
         // index, or this side sees that the server waits for a kick. Only SeqCst orders a store before a load.
         fence(Ordering::SeqCst);
-        let device = self.layout.device;
-        let load = |offset| u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Relaxed));
-        let wanted = if self.event_idx {
-            let event = load(device + 4 + 8 * usize::from(RING_SIZE));
-            self.available.wrapping_sub(event).wrapping_sub(1) < self.available.wrapping_sub(before)
-        } else {
-            load(device) & 1 == 0
-        };
+        let event = self.memory.atomic_u16(self.layout.device + 4 + 8 * usize::from(RING_SIZE));
+        let event = u16::from_le(event.load(Ordering::Relaxed));
+        let wanted = self.available.wrapping_sub(event).wrapping_sub(1) < self.available.wrapping_sub(before);
         if wanted {
             rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
         }
@@ -209,14 +185,13 @@ impl Queue {
         while self.used != end {
             let at = self.layout.device + 4 + 8 * usize::from(self.used % RING_SIZE);
             self.used = self.used.wrapping_add(1);
-            let head = self.memory.load_u32(at) as usize;
-            let slot = if self.indirect { head } else { head / CHAIN };
+            let slot = self.memory.load_u32(at) as usize;
             if !self.in_flight.get_mut(slot).is_some_and(std::mem::take) {
-                return Err(format!("the server completed descriptor {head}, which is not in flight").into());
+                return Err(format!("the server completed descriptor {slot}, which is not in flight").into());
             }
             let status = self.memory.atomic_u8(self.slot_at(slot) + STATUS_AT).load(Ordering::Relaxed);
             if status == NO_STATUS {
-                return Err(format!("the server completed descriptor {head} without a status").into());
+                return Err(format!("the server completed descriptor {slot} without a status").into());
             }
             completed(slot, status);
         }
@@ -228,11 +203,9 @@ impl Queue {
     pub fn wait(&mut self, limit: Duration) -> Result<u32> {
         let time: rustix::event::Timespec = limit.try_into()?;
         for calls in 0.. {
-            if self.event_idx {
-                self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(RING_SIZE), self.used);
-                // Orders the store of the event index before the load of the used index, as in `publish`.
-                fence(Ordering::SeqCst);
-            }
+            self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(RING_SIZE), self.used);
+            // Orders the store of the event index before the load of the used index, as in `publish`.
+            fence(Ordering::SeqCst);
             if self.used_index() != self.used {
                 return Ok(calls);
             }

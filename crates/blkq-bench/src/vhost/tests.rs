@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::memory::SharedMemory;
-use super::options::{EVENT_IDX, INDIRECT, RING_SIZE};
+use super::options::RING_SIZE;
 use super::queue::{Layout, Queue, Request, lay_out};
 use super::{CONFIG_BYTES, Config, GUEST_START, Options};
 
@@ -24,13 +24,13 @@ struct Device {
 }
 
 impl Device {
-    fn queue(features: u64) -> (Queue, Device) {
+    fn queue() -> (Queue, Device) {
         let options = Options { queues: 1, slots: 4, data_bytes: 4096 };
         let (memory, mut layouts) = lay_out(&options).unwrap();
         let memory = Arc::new(memory);
         let layout = layouts.remove(0);
         let Layout { descriptors, driver, device, .. } = layout;
-        let queue = Queue::new(&memory, layout, &options, features).unwrap();
+        let queue = Queue::new(&memory, layout, &options).unwrap();
         (queue, Device { memory, descriptors, driver, device, available: 0, used: 0 })
     }
 
@@ -98,8 +98,9 @@ fn read(sector: u64) -> Request {
     Request { write: false, sector, bytes: 4096 }
 }
 
-fn check_reads(features: u64) {
-    let (mut queue, mut device) = Device::queue(features);
+#[test]
+fn requests_in_indirect_tables_complete_in_any_order() {
+    let (mut queue, mut device) = Device::queue();
     for round in 0..40_u8 {
         for slot in 0..4 {
             queue.submit(slot, &read(8 * slot as u64));
@@ -132,20 +133,8 @@ fn check_reads(features: u64) {
 }
 
 #[test]
-fn requests_in_indirect_tables_complete_in_any_order() {
-    check_reads(INDIRECT | EVENT_IDX);
-    check_reads(INDIRECT);
-}
-
-#[test]
-fn requests_in_the_ring_complete_in_any_order() {
-    check_reads(EVENT_IDX);
-    check_reads(0);
-}
-
-#[test]
 fn a_server_is_kicked_only_when_it_requests_a_kick() {
-    let (mut queue, mut device) = Device::queue(EVENT_IDX);
+    let (mut queue, mut device) = Device::queue();
     queue.submit(0, &read(0));
     assert!(queue.publish().unwrap(), "the server waits for index 0");
     queue.submit(1, &read(0));
@@ -155,15 +144,11 @@ fn a_server_is_kicked_only_when_it_requests_a_kick() {
     assert!(queue.publish().unwrap());
     assert_eq!(std::iter::from_fn(|| device.pop()).count(), 3);
     assert!(!queue.publish().unwrap(), "nothing was submitted");
-    let (mut queue, device) = Device::queue(0);
-    device.memory.store_u16(device.device, 1);
-    queue.submit(0, &read(0));
-    assert!(!queue.publish().unwrap(), "the server polls");
 }
 
 #[test]
 fn completing_a_request_not_in_flight_is_an_error() {
-    let (mut queue, mut device) = Device::queue(INDIRECT);
+    let (mut queue, mut device) = Device::queue();
     queue.submit(0, &read(0));
     queue.publish().unwrap();
     assert!(queue.wait(SOON).unwrap_err().to_string().contains("no call"));
