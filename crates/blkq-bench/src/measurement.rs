@@ -2,8 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use blkq::StatsSnapshot;
-
 use crate::Result;
 use crate::metric::Metric;
 use crate::process::Usage;
@@ -35,7 +33,7 @@ impl Run {
     }
 
     /// The value of `metric`; 0 if the run has none.
-    fn value(&self, metric: Metric) -> f64 {
+    pub fn value(&self, metric: Metric) -> f64 {
         self.values.iter().find(|(of, _)| *of == metric).map_or(0.0, |(_, value)| *value)
     }
 
@@ -49,13 +47,31 @@ impl Run {
             .with(Metric::ClientCpuNsPerIo, self.value(Metric::CpuNsPerIo))
             .with(Metric::ClientSwitchesPerIo, self.value(Metric::ContextSwitchesPerIo))
     }
+}
 
-    /// Adds clock reads and merges per I/O, from the statistics of the disk.
-    #[must_use]
-    pub fn with_statistics(self, statistics: &StatsSnapshot) -> Run {
-        let merges = statistics.groups.iter().map(|group| group.merges).sum();
-        self.per_io(Metric::ClockReadsPerIo, statistics.counter(blkq::Counter::ClockReads))
-            .per_io(Metric::MergesPerIo, merges)
+/// The start of a measured time, and what this process had used by then.
+pub struct Stopwatch {
+    began: Instant,
+    used: Usage,
+}
+
+impl Stopwatch {
+    pub fn start() -> Stopwatch {
+        Stopwatch { began: Instant::now(), used: Usage::of_self() }
+    }
+
+    /// A run of `ios` I/Os since the start, with the processor time and the context switches of this process. Fails if
+    /// `ios` is 0.
+    pub fn run_of(&self, ios: u64) -> Result<Run> {
+        let (elapsed, used) = (self.began.elapsed(), Usage::of_self().since(self.used));
+        if ios == 0 {
+            return Err(format!("no I/O completed in {elapsed:?}").into());
+        }
+        Ok(Run::new(ios)
+            .with(Metric::Iops, ios as f64 / elapsed.as_secs_f64())
+            .with(Metric::NsPerIo, elapsed.as_nanos() as f64 / ios as f64)
+            .per_io(Metric::CpuNsPerIo, used.cpu.as_nanos() as u64)
+            .per_io(Metric::ContextSwitchesPerIo, used.context_switches))
     }
 }
 
@@ -63,28 +79,15 @@ impl Run {
 /// 0. Returns the rate, and the processor time and context switches of this process. Fails if there was no
 /// I/O.
 pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<Run> {
-    let (began, before) = (Instant::now(), Usage::of_self());
+    let stopwatch = Stopwatch::start();
     let mut ios = 0;
-    while began.elapsed() < length {
+    while stopwatch.began.elapsed() < length {
         match turn()? {
             0 => break,
             done => ios += done,
         }
     }
-    let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
-    rate(ios, elapsed, used)
-}
-
-/// A run of `ios` I/Os in `elapsed`, for which the process used `used`. Fails if `ios` is 0.
-pub fn rate(ios: u64, elapsed: Duration, used: Usage) -> Result<Run> {
-    if ios == 0 {
-        return Err(format!("no I/O completed in {elapsed:?}").into());
-    }
-    Ok(Run::new(ios)
-        .with(Metric::Iops, ios as f64 / elapsed.as_secs_f64())
-        .with(Metric::NsPerIo, elapsed.as_nanos() as f64 / ios as f64)
-        .with(Metric::CpuNsPerIo, used.cpu.as_nanos() as f64 / ios as f64)
-        .per_io(Metric::ContextSwitchesPerIo, used.context_switches))
+    stopwatch.run_of(ios)
 }
 
 pub fn mib(bytes: u64) -> f64 {

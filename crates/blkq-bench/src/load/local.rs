@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
+use blkq::{Bio, Counter, Disk, IoBuffer, LocalQueue, Sector};
 
 use crate::Result;
 use crate::load::{Load, Offsets};
@@ -16,11 +16,12 @@ pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     let before = queue.ring_counters();
     let statistics = disk.stats();
     let run = on(&mut queue, load, disk.limits().capacity_bytes, length)?;
-    let after = queue.ring_counters();
+    let (after, statistics) = (queue.ring_counters(), disk.stats().delta(&statistics));
     Ok(run
         .per_io(Metric::EntersPerIo, after.enters - before.enters)
         .per_io(Metric::SubmissionsPerIo, after.submissions - before.submissions)
-        .with_statistics(&disk.stats().delta(&statistics)))
+        .per_io(Metric::ClockReadsPerIo, statistics.counter(Counter::ClockReads))
+        .per_io(Metric::MergesPerIo, statistics.groups.iter().map(|group| group.merges).sum()))
 }
 
 pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> Result<Run> {
@@ -44,12 +45,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
 /// Submits all free buffers if they are a batch, waits, and reaps completions. Returns their number, which is 0 when the
 /// load is done.
 #[inline]
-pub fn turn(
-    queue: &mut LocalQueue,
-    load: &Load,
-    offsets: &mut Offsets,
-    free: &mut Vec<IoBuffer>,
-) -> Result<u64> {
+fn turn(queue: &mut LocalQueue, load: &Load, offsets: &mut Offsets, free: &mut Vec<IoBuffer>) -> Result<u64> {
     if free.len() >= load.batch {
         let now = offsets.left().min(free.len() as u64) as usize;
         for buffer in free.drain(..now) {

@@ -2,8 +2,8 @@
 //! do, so each submits until the request gate blocks it.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Barrier, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::stats::Histogram;
@@ -12,9 +12,9 @@ use blkq::{Bio, Data, Disk, EngineThread, IoBuffer, IoResult, Sector, Status};
 
 use crate::Result;
 use crate::load::Load;
-use crate::measurement::{Run, rate};
+use crate::measurement::{Run, Stopwatch, mib};
 use crate::metric::Metric;
-use crate::process::Usage;
+use crate::threads::during;
 
 /// Warm-up before the measured time, as a share of it: the gate must be full first.
 pub const WARM_UP: f64 = 0.25;
@@ -89,32 +89,26 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let region_bytes = disk.limits().capacity_bytes / submitters as u64;
     let windows: Vec<Arc<Window>> = (0..submitters).map(|_| Arc::new(Window::new(load))).collect();
-    let (start, stop) = (Barrier::new(submitters + 1), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        for (number, window) in windows.iter().enumerate() {
-            let (start, stop) = (&start, &stop);
-            scope.spawn(move || {
-                start.wait();
-                submit(disk, window, load, number as u64 * region_bytes, region_bytes, stop);
-            });
-        }
-        start.wait();
+    let job = |(number, window): (usize, &Arc<Window>), stop: &AtomicBool| {
+        submit(disk, window, load, number as u64 * region_bytes, region_bytes, stop);
+        Ok(())
+    };
+    let measure = || -> Result<Run> {
         std::thread::sleep(length.mul_f64(WARM_UP));
         windows.iter().for_each(|window| drop(window.reap()));
-        let (began, used, statistics, gate) =
-            (Instant::now(), Usage::of_self(), disk.stats(), disk.gate_counters());
+        let (stopwatch, statistics, gate) = (Stopwatch::start(), disk.stats(), disk.gate_counters());
         std::thread::sleep(length);
         let completed: Vec<Completed> = windows.iter().map(|window| window.reap()).collect();
-        let (elapsed, used) = (began.elapsed(), Usage::of_self().since(used));
         let statistics = disk.stats().delta(&statistics);
         let wakeups = disk.gate_counters().wakeups - gate.wakeups;
-        stop.store(true, Relaxed);
         let requests = &statistics.groups[usize::from(load.write)];
         let request_kib = requests.sectors as f64 / 2.0 / requests.ios as f64;
-        Ok(summary(load, &completed, elapsed, used)?
+        Ok(summary(load, &completed, &stopwatch)?
             .per_io(Metric::WakeupsPerIo, wakeups)
             .with(Metric::RequestKib, request_kib))
-    })
+    };
+    let (_, run, _) = during(windows.iter().enumerate(), Ok, job, measure)?;
+    run
 }
 
 fn submit(
@@ -140,22 +134,23 @@ fn submit(
     }
 }
 
-fn summary(load: &Load, completed: &[Completed], elapsed: Duration, used: Usage) -> Result<Run> {
+/// The rate, latencies and fairness of the I/Os that completed since the start of `stopwatch`.
+fn summary(load: &Load, completed: &[Completed], stopwatch: &Stopwatch) -> Result<Run> {
     if let Some(status) = completed.iter().find_map(|completed| completed.failed) {
         return Err(format!("an I/O completed with {status:?}").into());
     }
     let ios = completed.iter().map(|completed| completed.ios).sum();
+    let run = stopwatch.run_of(ios)?;
     let latency_ns: u64 = completed.iter().map(|completed| completed.latency_ns).sum();
     let latencies = completed.iter().fold(Histogram::default(), |mut all, completed| {
         all.add(&completed.latencies);
         all
     });
-    let run = rate(ios, elapsed, used)?;
-    let mib = (ios * u64::from(load.block_bytes)) as f64 / f64::from(1 << 20);
+    let mib_per_second = run.value(Metric::Iops) * mib(load.block_bytes.into());
     let least = completed.iter().map(|completed| completed.ios).min().unwrap_or(0);
     let most = completed.iter().map(|completed| completed.ios).max().unwrap_or(0);
     Ok(run
-        .with(Metric::MibPerSecond, mib / elapsed.as_secs_f64())
+        .with(Metric::MibPerSecond, mib_per_second)
         .with(Metric::LatencyMeanUs, latency_ns as f64 / ios as f64 / 1e3)
         .with(Metric::LatencyP99Us, latencies.percentile_ns(99.0) as f64 / 1e3)
         .with(Metric::LatencyMaxUs, latencies.max_ns as f64 / 1e3)

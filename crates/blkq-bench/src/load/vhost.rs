@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::load::{Load, Offsets};
-use crate::measurement::{Run, rate};
+use crate::measurement::{Run, Stopwatch};
 use crate::metric::Metric;
-use crate::process::Usage;
+use crate::threads::together;
 use crate::vhost::{FrontEnd, Options, Queue, Request};
 
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
@@ -46,43 +46,32 @@ impl Client {
     /// Runs `load` on each queue for `length`, and waits until all requests have completed.
     pub fn run(&mut self, load: &Load, length: Duration) -> Result<Run> {
         let bytes = self.bytes;
-        let (began, before) = (Instant::now(), Usage::of_self());
-        let run_queue = |queue| run_queue(queue, load, load.offsets(bytes), length);
-        let done: Vec<Done> = match &mut self.front_end.queues[..] {
-            [queue] => vec![run_queue(queue)?],
-            queues => std::thread::scope(|scope| {
-                let threads: Vec<_> =
-                    queues.iter_mut().map(|queue| scope.spawn(|| run_queue(queue))).collect();
-                threads
-                    .into_iter()
-                    .map(|thread| thread.join().map_err(|_| "a queue's thread panicked")?)
-                    .collect::<Result<_>>()
-            })?,
-        };
-        let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
-        report(done, elapsed, used)
+        let queues = &mut self.front_end.queues;
+        let (stopwatch, done) =
+            together(queues, |queue| run_queue(queue, load, load.offsets(bytes), length))?;
+        report(done, &stopwatch)
     }
 }
 
 /// Merges the figures of all queues, under the metrics of a client.
-fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
+fn report(done: Vec<Done>, stopwatch: &Stopwatch) -> Result<Run> {
     let (kicks, waits) = done.iter().fold((0, 0), |(kicks, waits), of| (kicks + of.kicks, waits + of.waits));
     let mut latencies_ns: Vec<u32> = done.into_iter().flat_map(|of| of.latencies_ns).collect();
     let ios = latencies_ns.len() as u64;
-    let iops = rate(ios, elapsed, used)?.values[0].1;
+    let run = stopwatch.run_of(ios)?;
     let mean_us = latencies_ns.iter().map(|ns| u64::from(*ns)).sum::<u64>() as f64 / ios as f64 / 1e3;
     latencies_ns.sort_unstable();
     let percentile = |share: f64| {
         f64::from(latencies_ns[((ios as f64 * share) as usize).min(latencies_ns.len() - 1)]) / 1e3
     };
     Ok(Run::new(ios)
-        .with(Metric::Iops, iops)
+        .with(Metric::Iops, run.value(Metric::Iops))
         .with(Metric::LatencyMeanUs, mean_us)
         .with(Metric::LatencyP50Us, percentile(0.5))
         .with(Metric::LatencyP99Us, percentile(0.99))
         .with(Metric::LatencyP999Us, percentile(0.999))
-        .per_io(Metric::ClientCpuNsPerIo, used.cpu.as_nanos() as u64)
-        .per_io(Metric::ClientSwitchesPerIo, used.context_switches)
+        .with(Metric::ClientCpuNsPerIo, run.value(Metric::CpuNsPerIo))
+        .with(Metric::ClientSwitchesPerIo, run.value(Metric::ContextSwitchesPerIo))
         .per_io(Metric::KicksPerIo, kicks)
         .per_io(Metric::CallsPerIo, waits))
 }

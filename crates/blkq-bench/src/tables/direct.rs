@@ -9,7 +9,6 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use super::common::cold_case;
 use crate::bench::{Bench, Pace};
 use crate::client::{File, Layout, PAGE_BYTES};
-use crate::load::workers::together;
 use crate::load::{Load, Offsets, Pattern};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
@@ -18,6 +17,7 @@ use crate::result::{
     Expected::{AtLeast, AtMost},
     Table,
 };
+use crate::threads::together;
 use crate::{Result, What};
 
 /// Published figures: jobs, name, base, feature, and context switches with the feature / without.
@@ -67,7 +67,8 @@ impl Job {
         let cache_bytes = (self.bytes / CACHE_SHARE / self.jobs) as usize;
         let open = |file| File::open(&disk, Layout { file, files: self.jobs }, cache_bytes);
         let mut files: Vec<File> = (0..self.jobs).map(open).collect();
-        let run = together(files.iter_mut().map(|file| || self.one(file, length)).collect())?;
+        let (stopwatch, counts) = together(&mut files, |file| self.one(file, length))?;
+        let run = stopwatch.run_of(counts.into_iter().sum())?;
         let resident = mib(resident_bytes(std::process::id() as i32)?);
         // The workers of a run's engine exit with it, so all of them belong to this run.
         let switches = worker_switches()?;

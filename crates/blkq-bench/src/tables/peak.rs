@@ -15,6 +15,7 @@ use crate::result::{
     Expected::{AtLeast, AtMost},
     Table,
 };
+use crate::threads::together;
 use crate::{Result, What};
 
 /// Size of the ram device: larger than the caches of the processor.
@@ -187,17 +188,8 @@ fn curves<'a>(
 
 /// Runs `run` on `count` threads, and adds up their IOPS.
 fn on_threads(count: usize, run: impl Fn(usize) -> Result<Run> + Sync) -> Result<Run> {
-    let run = &run;
-    let runs: Result<Vec<Run>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count).map(|index| scope.spawn(move || run(index))).collect();
-        let joined = threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|_| Err("a thread panicked".into())));
-        joined.collect()
-    });
-    let runs = runs?;
-    let iops = runs.iter().flat_map(|run| &run.values).filter(|(metric, _)| *metric == Metric::Iops);
-    let iops = iops.map(|(_, value)| value).sum();
+    let (_, runs) = together(0..count, run)?;
+    let iops = runs.iter().map(|run| run.value(Metric::Iops)).sum();
     Ok(Run::new(runs.iter().map(|run| run.ios).sum()).with(Metric::Iops, iops))
 }
 

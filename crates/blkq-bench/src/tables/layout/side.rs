@@ -1,9 +1,9 @@
 //! One side of the comparison. Two modules include this file: one with blkq as `library`, and one with a build of the
 //! same sources without padding.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::random::Random;
 
@@ -13,8 +13,8 @@ use super::library::layout::contended_lines;
 use super::library::{Bio, Disk, EngineThread, IoBuffer, LocalQueue, Sector};
 use crate::Result;
 use crate::load::Offsets;
-use crate::measurement::{Run, rate};
-use crate::process::Usage;
+use crate::measurement::Run;
+use crate::threads::during;
 
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
     let mut options = NullOptions::new(REGION_BYTES * SUBMITTERS as u64);
@@ -30,7 +30,7 @@ pub fn contended(disk: &Disk) -> usize {
 /// Runs `work` on one thread per queue of the device; each thread owns its queue.
 pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
     let prepare = |number| Ok((disk.open_queue(number)?, Stream::new(work, number), buffers()));
-    together(disk.queue_count(), processors, length, prepare, |(mut queue, mut stream, mut free), over| {
+    measure(disk.queue_count(), processors, length, prepare, |(mut queue, mut stream, mut free), over| {
         let mut ios = 0;
         while !over.load(Relaxed) {
             ios += turn(&mut queue, &mut stream, &mut free)?;
@@ -43,7 +43,7 @@ pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Dur
 pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let prepare = |number| Ok((disk.submitter(), Stream::new(work, number), buffers()));
-    together(SUBMITTERS, processors, length, prepare, |(mut submitter, mut stream, mut free), over| {
+    measure(SUBMITTERS, processors, length, prepare, |(mut submitter, mut stream, mut free), over| {
         let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
         while !over.load(Relaxed) {
@@ -108,34 +108,14 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
 
 /// Runs `body`, which returns a number of I/Os, on `count` threads until `length` has passed and the flag is set. Each
 /// thread prepares first. Returns the rate of all I/Os.
-fn together<T>(
+fn measure<T>(
     count: usize,
     processors: Processors,
     length: Duration,
     prepare: impl Fn(usize) -> Result<T> + Sync,
     body: impl Fn(T, &AtomicBool) -> Result<u64> + Sync,
 ) -> Result<Run> {
-    let (ready, over) = (Barrier::new(count + 1), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count)
-            .map(|number| {
-                let (ready, over, prepare, body) = (&ready, &over, &prepare, &body);
-                scope.spawn(move || {
-                    let prepared = processors.confine().and_then(|()| prepare(number));
-                    // The other threads wait for this thread, even if it failed.
-                    ready.wait();
-                    body(prepared?, over)
-                })
-            })
-            .collect();
-        ready.wait();
-        let (began, used) = (Instant::now(), Usage::of_self());
-        std::thread::sleep(length);
-        over.store(true, Relaxed);
-        let mut ios = 0;
-        for thread in threads {
-            ios += thread.join().map_err(|_| "a thread panicked")??;
-        }
-        rate(ios, began.elapsed(), Usage::of_self().since(used))
-    })
+    let prepare = |number| processors.confine().and_then(|()| prepare(number));
+    let (stopwatch, (), ios) = during(0..count, prepare, body, || std::thread::sleep(length))?;
+    stopwatch.run_of(ios.into_iter().sum())
 }
