@@ -51,6 +51,12 @@ impl Load {
         }
     }
 
+    /// I/Os of 4 KiB as `rw` describes them, in words like those of fio: `randread`, `write`, `random write`.
+    pub fn named(rw: &str, depth: usize) -> Load {
+        let pattern = if rw.starts_with("rand") { Pattern::Random } else { Pattern::Sequential };
+        Load { write: rw.contains("write"), ..Load::read(pattern, depth) }
+    }
+
     /// Writes of 4 KiB; each completed write is replaced by a new one.
     pub fn write(pattern: Pattern, depth: usize) -> Load {
         Load { write: true, ..Load::read(pattern, depth) }

@@ -116,9 +116,9 @@ fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Batching, "request batching: up to 32 requests per wake-up of a submitter");
-    let published = ROWS.iter().flat_map(|row| {
-        let named = FIGURES.iter().zip(row.published);
-        named.map(move |((_, figure), (base, feature))| (format!("{}, {figure}", row.name), base, feature))
+    let published = ROWS.iter().flat_map(|(name, published)| {
+        let named = FIGURES.iter().zip(published);
+        named.map(move |((_, figure), (base, feature))| (format!("{name}, {figure}"), *base, *feature))
     });
     let (base, feature) = SWITCHES_PER_SECOND;
     let last = ("64 threads, context switches per second".to_owned(), base, feature);
@@ -138,15 +138,16 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 /// Compares rate and latency on a disk where the order of requests matters.
 fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let mut all = Vec::new();
-    for row in &ROWS {
+    for (name, published) in ROWS {
         let devices = Devices::model(false)?;
-        let title = format!("modelled disk, {}, nothing merged", row.name);
+        let title = format!("modelled disk, {name}, nothing merged");
         let metrics: [_; FIGURES.len()] = std::array::from_fn(|index| {
-            let (base, feature) = row.published[index];
+            let (base, feature) = published[index];
             (FIGURES[index].0, Some(feature / base))
         });
-        let (comparison, [rate, ..]) = devices.compare(bench, &title, &row.load(), metrics)?;
-        if (row.pattern, row.write) == (Pattern::Sequential, true) {
+        let load = Load::named(name, WINDOW);
+        let (comparison, [rate, ..]) = devices.compare(bench, &title, &load, metrics)?;
+        if name == "sequential write" {
             table.target(format!("{title}: rate"), rate, AtLeast(2.5));
             for (claim, case, metric, expected) in [
                 ("wake-ups per request", "off", Metric::WakeupsPerIo, AtLeast(0.9)),
@@ -219,49 +220,16 @@ const FIGURES: [(Metric, &str); 3] = [
     (Metric::LatencyMaxUs, "longest latency, ms"),
 ];
 
-/// A pattern, and the published [`FIGURES`] without and with batching.
-struct Row {
-    name: &'static str,
-    pattern: Pattern,
-    write: bool,
-    published: [(f64, f64); FIGURES.len()],
-}
-
-const ROWS: [Row; 4] = [
-    Row {
-        name: "sequential write",
-        pattern: Pattern::Sequential,
-        write: true,
-        published: [(4.85, 14.11), (77.80, 10.07), (99359.39, 22805.47)],
-    },
-    Row {
-        name: "sequential read",
-        pattern: Pattern::Sequential,
-        write: false,
-        published: [(11.13, 13.21), (46.10, 37.37), (24668.01, 5691.66)],
-    },
-    Row {
-        name: "random write",
-        pattern: Pattern::Random,
-        write: true,
-        published: [(0.46, 0.86), (14.48, 24.08), (6173.90, 8753.66)],
-    },
-    Row {
-        name: "random read",
-        pattern: Pattern::Random,
-        write: false,
-        published: [(0.97, 1.01), (519.86, 484.59), (6444.66, 6604.93)],
-    },
+/// The loads of the modelled disk, and their published [`FIGURES`] without and with batching.
+const ROWS: [(&str, [(f64, f64); FIGURES.len()]); 4] = [
+    ("sequential write", [(4.85, 14.11), (77.80, 10.07), (99359.39, 22805.47)]),
+    ("sequential read", [(11.13, 13.21), (46.10, 37.37), (24668.01, 5691.66)]),
+    ("random write", [(0.46, 0.86), (14.48, 24.08), (6173.90, 8753.66)]),
+    ("random read", [(0.97, 1.01), (519.86, 484.59), (6444.66, 6604.93)]),
 ];
 
 /// Context switches per second of 64 threads on eight processors, without and with batching.
 const SWITCHES_PER_SECOND: (f64, f64) = (2500.0, 140.0);
-
-impl Row {
-    fn load(&self) -> Load {
-        Load { write: self.write, ..Load::read(self.pattern, WINDOW) }
-    }
-}
 
 fn notes() -> Vec<String> {
     [

@@ -70,13 +70,12 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let blocks = bytes / 4096;
     let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
     for (name, base, feature) in PUBLISHED {
-        let (load, most) = match name {
-            "randread" => (Load::read(Pattern::Random, DEPTH), blocks / READ_SHARE),
-            "read" => (Load::read(Pattern::Sequential, DEPTH), blocks),
-            "randwrite" => (Load::write(Pattern::Random, DEPTH), writes),
-            _ => (Load::write(Pattern::Sequential, DEPTH), writes),
+        let most = match name {
+            "randread" => blocks / READ_SHARE,
+            "read" => blocks,
+            _ => writes,
         };
-        let load = Load { ios_max: Some(most), ..load };
+        let load = Load { ios_max: Some(most), ..Load::named(name, DEPTH) };
         patterns(bench, &mut table, &path, name, load, feature / base)?;
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::bench::{Bench, CaseRun, Pace, case};
-use crate::load::{Load, Pattern};
+use crate::load::Load;
 use crate::metric::Metric;
 use crate::result::{
     Expected::{AtLeast, Exactly},
@@ -27,15 +27,10 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
+/// The I/Os of each thread.
 pub struct Work {
     load: Load,
     write_percent: u64,
-}
-
-impl Work {
-    fn new(pattern: Pattern, write_percent: u64) -> Work {
-        Work { load: Load::read(pattern, usize::from(DEPTH)), write_percent }
-    }
 }
 
 /// The processors on which the threads of a run may run.
@@ -55,47 +50,30 @@ impl Processors {
     }
 }
 
-/// A workload, and its published IOPS before and after alignment to cache lines.
-struct Row {
-    name: &'static str,
-    pattern: Pattern,
-    write_percent: u64,
-    published: (f64, f64),
-}
+/// A workload: its name, the share of writes in percent, and the published IOPS before and after alignment to cache lines.
+type Row = (&'static str, u64, f64, f64);
 
-const fn row(name: &'static str, pattern: Pattern, write_percent: u64, published: (f64, f64)) -> Row {
-    Row { name, pattern, write_percent, published }
-}
-
+const RANDOM_READ: Row = ("randread", 0, 170_866.0, 266_359.0);
 const ROWS: [Row; 6] = [
-    row("write", Pattern::Sequential, 100, (187_130.0, 217_838.0)),
-    row("read", Pattern::Sequential, 0, (172_653.0, 354_639.0)),
-    row("randwrite", Pattern::Random, 100, (179_101.0, 184_242.0)),
-    row("randread", Pattern::Random, 0, (170_866.0, 266_359.0)),
-    row("readwrite", Pattern::Sequential, 50, (188_789.0, 328_945.0)),
-    row("randrw", Pattern::Random, 50, (177_886.0, 245_988.0)),
+    ("write", 100, 187_130.0, 217_838.0),
+    ("read", 0, 172_653.0, 354_639.0),
+    ("randwrite", 100, 179_101.0, 184_242.0),
+    RANDOM_READ,
+    ("readwrite", 50, 188_789.0, 328_945.0),
+    ("randrw", 50, 177_886.0, 245_988.0),
 ];
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Layout, "cache lines: counters on lines that no other thread writes");
     let setting = "4 processes, depth 1024, 4 KiB, asynchronous direct I/O, 8 GiB each";
-    let rows = ROWS.iter().map(|row| (row.name, row.published.0, row.published.1));
+    let rows = ROWS.map(|(name, _, base, feature)| (name, base, feature));
     table.publish(["cache-line aligned block_device, Jeff Moyer, 2012", setting, "IOPS"], rows);
     let disks = (shared::side::disk(SUBMITTERS)?, padded::side::disk(SUBMITTERS)?);
-    for row in &ROWS {
+    for row in ROWS {
         owners(bench, &mut table, row, &disks, Processors::All)?;
     }
-    owners(bench, &mut table, &ROWS[3], &disks, Processors::One)?;
-    let random = Work::new(Pattern::Random, 0);
-    {
-        let (shared, padded) = (shared::side::disk(1)?, padded::side::disk(1)?);
-        let cases = vec![
-            case("shared", |length| shared::side::submitters(&shared, &random, Processors::All, length)),
-            case("padded", |length| padded::side::submitters(&padded, &random, Processors::All, length)),
-        ];
-        let title = format!("null, randread, {SUBMITTERS} submitters to one engine");
-        compare(bench, &mut table, &title, cases, [(Metric::Iops, None)])?;
-    }
+    owners(bench, &mut table, RANDOM_READ, &disks, Processors::One)?;
+    submitters(bench, &mut table)?;
     let padded = padded::side::contended(&disks.1) as f64;
     let shared = shared::side::contended(&disks.0) as f64;
     table.mechanism("padded: cache lines with words that different threads write", padded, Exactly(0.0));
@@ -113,21 +91,33 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 fn owners(
     bench: &mut Bench,
     table: &mut Table,
-    row: &Row,
+    (name, write_percent, base, feature): Row,
     (shared, padded): &(Arc<blkq_shared_layout::Disk>, Arc<blkq::Disk>),
     processors: Processors,
 ) -> Result {
-    let work = Work::new(row.pattern, row.write_percent);
+    let work = Work { load: Load::named(name, DEPTH.into()), write_percent };
     let cases = vec![
         case("shared", |length| shared::side::owners(shared, &work, processors, length)),
         case("padded", |length| padded::side::owners(padded, &work, processors, length)),
     ];
     let (place, published) = match processors {
-        Processors::All => ("", Some(row.published.1 / row.published.0)),
+        Processors::All => ("", Some(feature / base)),
         Processors::One => (", on one processor", None),
     };
-    let title = format!("null, {}, {SUBMITTERS} queues and owners{place}", row.name);
+    let title = format!("null, {name}, {SUBMITTERS} queues and owners{place}");
     compare(bench, table, &title, cases, [(Metric::Iops, published), (Metric::CpuNsPerIo, None)])
+}
+
+/// Compares both layouts, with threads that submit through an engine.
+fn submitters(bench: &mut Bench, table: &mut Table) -> Result {
+    let (shared, padded) = (shared::side::disk(1)?, padded::side::disk(1)?);
+    let work = Work { load: Load::named("randread", DEPTH.into()), write_percent: 0 };
+    let cases = vec![
+        case("shared", |length| shared::side::submitters(&shared, &work, Processors::All, length)),
+        case("padded", |length| padded::side::submitters(&padded, &work, Processors::All, length)),
+    ];
+    let title = format!("null, randread, {SUBMITTERS} submitters to one engine");
+    compare(bench, table, &title, cases, [(Metric::Iops, None)])
 }
 
 /// Compares the cases, and adds the ratios of `metrics` to the published ratios.

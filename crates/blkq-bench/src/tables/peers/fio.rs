@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::child::Child;
 use crate::Result;
-use crate::load::{Load, Pattern};
+use crate::load::Load;
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::process::Usage;
@@ -42,15 +42,9 @@ impl Job {
         Job { title, rw, block_bytes, depth, quick }
     }
 
-    pub fn is_sequential(&self) -> bool {
-        !self.rw.starts_with("rand")
-    }
-
     /// This workload for a client in this process.
     pub fn load(&self) -> Load {
-        let pattern = if self.is_sequential() { Pattern::Sequential } else { Pattern::Random };
-        let write = self.rw.contains("write");
-        Load { write, block_bytes: self.block_bytes, ..Load::read(pattern, self.depth) }
+        Load { block_bytes: self.block_bytes, ..Load::named(self.rw, self.depth) }
     }
 
     /// Whether a server does the job once over the whole file before it is measured.

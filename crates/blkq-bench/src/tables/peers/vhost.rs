@@ -5,6 +5,7 @@ use super::fio::Job;
 use super::peer::{LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
 use crate::Result;
 use crate::bench::{Bench, Pace};
+use crate::load::Pattern;
 use crate::metric::Metric;
 use crate::result::{
     Comparison,
@@ -69,7 +70,7 @@ const OVER_NOTHING: [Peer; 4] = [
 /// Whether `peer` does `job`. io_uring with one call per I/O does sequential jobs only, as the base for the gain of
 /// merging.
 fn does(peer: &Peer, job: &Job) -> bool {
-    peer.name != RAW_ONE_BY_ONE || job.is_sequential()
+    peer.name != RAW_ONE_BY_ONE || job.load().pattern == Pattern::Sequential
 }
 
 pub fn planned_seconds(pace: &Pace) -> f64 {
