@@ -4,9 +4,9 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use crate::Result;
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
+use crate::{Result, ensure};
 
 /// System call number of cachestat (Linux 6.5), the same on all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -69,13 +69,11 @@ pub fn evict(file: &File) -> Result {
     file.sync_data()?;
     rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
     let left = cached_bytes(file)?;
-    if left > length / 100 {
-        return Err(format!(
+    ensure(left <= length / 100, || {
+        format!(
             "{left} bytes of the file cannot be dropped from the page cache; another process uses the file"
         )
-        .into());
-    }
-    Ok(())
+    })
 }
 
 /// Runs `measure` with a cold page cache: evicts the file at `path` first. Adds to the run the cached bytes

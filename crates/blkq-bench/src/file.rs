@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use blkq::random::Random;
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 
-use crate::Result;
 use crate::interrupt::Undo;
 use crate::progress::Progress;
+use crate::{Result, ensure};
 
 const CHUNK_BYTES: usize = 1 << 20;
 
@@ -89,16 +89,12 @@ fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> st
 /// Accepts an existing file that is regular, not in use, and empty unless `overwrite` is set.
 fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
     let name = path.display();
-    if !metadata.is_file() {
-        return Err(
-            format!("{name} is not a regular file; choose a regular file or a new one with --file").into()
-        );
-    }
-    if metadata.len() > 0 && !overwrite {
-        let message =
-            format!("{name} is not empty; --overwrite destroys its content, --file chooses another file");
-        return Err(message.into());
-    }
+    ensure(metadata.is_file(), || {
+        format!("{name} is not a regular file; choose a regular file or a new one with --file")
+    })?;
+    ensure(metadata.len() == 0 || overwrite, || {
+        format!("{name} is not empty; --overwrite destroys its content, --file chooses another file")
+    })?;
     // The loop driver takes the locks of blkq and QEMU, and detects kernel loop devices and mounts.
     match LoopDevice::open(&LoopOptions { direct_io: DirectIo::Off, ..LoopOptions::new(path) }) {
         Err(e) if matches!(e.kind(), blkq::ErrorKind::Busy | blkq::ErrorKind::Claimed) => {
@@ -116,16 +112,12 @@ pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Resul
         .map_err(|e| format!("{}: {e}; choose another directory with --file", directory.display()))?;
     let free = system.f_bavail * system.f_frsize + existing.map_or(0, |file| file.blocks() * 512);
     // Reserves 1 % for the file system's metadata; block maps take about 0.1 %.
-    if free < bytes + bytes / 100 {
-        return Err(format!(
-            "{}: {} MiB are free, {} MiB are required; choose a smaller --size, or another directory with --file",
-            directory.display(),
-            free >> 20,
-            (bytes + bytes / 100) >> 20
-        )
-        .into());
-    }
-    Ok(())
+    let required = bytes + bytes / 100;
+    ensure(free >= required, || {
+        let (name, free, required) = (directory.display(), free >> 20, required >> 20);
+        let hint = "choose a smaller --size, or another directory with --file";
+        format!("{name}: {free} MiB are free, {required} MiB are required; {hint}")
+    })
 }
 
 /// Checks that the file system supports direct I/O: without it, the measurement would be one of memory.

@@ -43,6 +43,11 @@ pub use run::run;
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
 pub type Result<T = ()> = std::result::Result<T, Error>;
 
+/// Fails with `message` unless `holds`.
+fn ensure(holds: bool, message: impl FnOnce() -> String) -> Result {
+    if holds { Ok(()) } else { Err(message().into()) }
+}
+
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
 Each table compares blkq with a mechanism off and on, or blkq with other programs. The cases run

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::Result;
 use crate::metric::Metric;
 use crate::process::Usage;
+use crate::{Result, ensure};
 
 #[derive(Clone, Debug, Default)]
 pub struct Run {
@@ -64,9 +64,7 @@ impl Stopwatch {
     /// `ios` is 0.
     pub fn run_of(&self, ios: u64) -> Result<Run> {
         let (elapsed, used) = (self.began.elapsed(), Usage::of_self().since(self.used));
-        if ios == 0 {
-            return Err(format!("no I/O completed in {elapsed:?}").into());
-        }
+        ensure(ios > 0, || format!("no I/O completed in {elapsed:?}"))?;
         Ok(Run::new(ios)
             .with(Metric::Iops, ios as f64 / elapsed.as_secs_f64())
             .with(Metric::NsPerIo, elapsed.as_nanos() as f64 / ios as f64)

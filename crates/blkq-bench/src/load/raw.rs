@@ -11,10 +11,10 @@ use std::time::Duration;
 use blkq::IoBuffer;
 use io_uring::{IoUring, opcode, squeue, types};
 
-use crate::Result;
 use crate::load::Load;
 use crate::measurement::{Run, timed};
 use crate::metric::Metric;
+use crate::{Result, ensure};
 
 /// Entries of the submission queue.
 const ENTRIES: u32 = 256;
@@ -28,14 +28,10 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         .open(path)?;
     // Metadata would report a length of 0 for a block device.
     let bytes = file.seek(SeekFrom::End(0))?;
-    if bytes < u64::from(load.block_bytes) {
-        return Err(format!(
-            "{}: a file of {bytes} bytes is too small for I/Os of {} bytes",
-            path.display(),
-            load.block_bytes
-        )
-        .into());
-    }
+    let (name, block_bytes) = (path.display(), load.block_bytes);
+    ensure(bytes >= block_bytes.into(), || {
+        format!("{name}: a file of {bytes} bytes is too small for I/Os of {block_bytes} bytes")
+    })?;
     let mut offsets = load.offsets(bytes);
     let mut ring = ring()?;
     ring.submitter().register_files(&[file.as_raw_fd()])?;
@@ -74,14 +70,10 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         for cqe in ring.completion() {
             // The slot is free whatever the result: the loop below must not wait for it.
             free.push(cqe.user_data() as usize);
-            if cqe.result() != load.block_bytes as i32 {
-                return Err(format!(
-                    "io_uring: an I/O of {} bytes completed with {}",
-                    load.block_bytes,
-                    cqe.result()
-                )
-                .into());
-            }
+            let result = cqe.result();
+            ensure(result == block_bytes as i32, || {
+                format!("io_uring: an I/O of {block_bytes} bytes completed with {result}")
+            })?;
             completed += 1;
         }
         Ok(completed)

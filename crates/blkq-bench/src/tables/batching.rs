@@ -14,11 +14,8 @@ use crate::load::submitters::{self, WARM_UP};
 use crate::load::{Load, Pattern};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{
-    Comparison,
-    Expected::{AtLeast, AtMost, Exactly},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost, Exactly};
+use crate::result::{Comparison, Table};
 use crate::{Result, What};
 
 const SUBMITTERS: usize = 64;

@@ -8,10 +8,8 @@ use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{
-    Expected::{AtLeast, AtMost, Exactly},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost, Exactly};
+use crate::result::Table;
 use crate::{Result, What};
 
 const BATCHES: [usize; 3] = [1, 8, 32];

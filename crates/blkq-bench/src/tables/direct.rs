@@ -13,10 +13,8 @@ use crate::load::{Load, Offsets, Pattern};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{resident_bytes, worker_switches};
-use crate::result::{
-    Expected::{AtLeast, AtMost},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost};
+use crate::result::Table;
 use crate::threads::together;
 use crate::{Result, What};
 

@@ -11,10 +11,8 @@ use crate::bench::{Bench, Pace};
 use crate::load::{Load, Pattern, local, raw, workers};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{
-    Expected::{AtLeast, AtMost, Exactly},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost, Exactly};
+use crate::result::Table;
 use crate::{Result, What};
 
 const DEPTH: usize = 64;

@@ -7,10 +7,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::Load;
 use crate::metric::Metric;
-use crate::result::{
-    Expected::{AtLeast, Exactly},
-    Table,
-};
+use crate::result::Expected::{AtLeast, Exactly};
+use crate::result::Table;
 use crate::{Result, What};
 
 mod padded;

@@ -14,11 +14,8 @@ use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{
-    Comparison,
-    Expected::{AtLeast, AtMost},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost};
+use crate::result::{Comparison, Table};
 use crate::{Result, What};
 
 const DEPTH: usize = 32;

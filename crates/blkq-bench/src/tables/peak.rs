@@ -10,11 +10,8 @@ use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, Pattern, local, nop, raw};
 use crate::measurement::Run;
 use crate::metric::Metric;
-use crate::result::{
-    Curve,
-    Expected::{AtLeast, AtMost},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost};
+use crate::result::{Curve, Table};
 use crate::threads::together;
 use crate::{Result, What};
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use crate::Result;
+use crate::{Result, ensure};
 
 // Requests of the front end.
 pub const GET_FEATURES: u32 = 1;
@@ -73,10 +73,7 @@ impl Connection {
             ancillary.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(descriptor)));
         }
         let sent = sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
-        if sent != bytes.len() {
-            return Err("the message was sent in part only".into());
-        }
-        Ok(())
+        ensure(sent == bytes.len(), || "the message was sent in part only".into())
     }
 
     /// Sends a request that changes the state of the server, and waits for its acknowledgement (REPLY_ACK). Fails if
@@ -116,15 +113,12 @@ impl Connection {
         let mut header = [[0; 4]; HEADER_BYTES / 4];
         self.stream.read_exact(header.as_flattened_mut()).map_err(none)?;
         let [to, flags, size] = header.map(u32::from_le_bytes);
-        if to != request
-            || flags & (VERSION_MASK | REPLY) != VERSION | REPLY
-            || size as usize > REPLY_BYTES_MAX
-        {
-            return Err(format!(
+        let is_reply = to == request && flags & (VERSION_MASK | REPLY) == VERSION | REPLY;
+        ensure(is_reply && size as usize <= REPLY_BYTES_MAX, || {
+            format!(
                 "the reply to request {request} is for request {to}, with flags {flags:#x} and {size} bytes"
             )
-            .into());
-        }
+        })?;
         let mut payload = vec![0; size as usize];
         self.stream.read_exact(&mut payload).map_err(none)?;
         Ok(payload)

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::Result;
+use crate::{Result, ensure};
 
 mod connection;
 mod memory;
@@ -49,9 +49,9 @@ impl Config {
 
 /// Returns the features of `offered` that the front end uses. Fails unless all of `required` are offered.
 fn accepted(what: &str, offered: u64, required: u64, optional: u64) -> Result<u64> {
-    if offered & required != required {
-        return Err(format!("the server offers the {what} {offered:#x}; {required:#x} are required").into());
-    }
+    ensure(offered & required == required, || {
+        format!("the server offers the {what} {offered:#x}; {required:#x} are required")
+    })?;
     Ok(offered & (required | optional))
 }
 

@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::connection::{self, Connection, vring_state};
 use super::memory::SharedMemory;
 use super::options::{GUEST_START, Options, RING_SIZE};
-use crate::Result;
+use crate::{Result, ensure};
 
 const PAGE_BYTES: usize = 4096;
 const DESCRIPTOR_BYTES: usize = 16;
@@ -186,13 +186,11 @@ impl Queue {
             let at = self.layout.device + 4 + 8 * usize::from(self.used % RING_SIZE);
             self.used = self.used.wrapping_add(1);
             let slot = self.memory.load_u32(at) as usize;
-            if !self.in_flight.get_mut(slot).is_some_and(std::mem::take) {
-                return Err(format!("the server completed descriptor {slot}, which is not in flight").into());
-            }
+            let in_flight = self.in_flight.get_mut(slot).is_some_and(std::mem::take);
+            ensure(in_flight, || format!("the server completed descriptor {slot}, which is not in flight"))?;
             let status = self.memory.atomic_u8(self.slot_at(slot) + STATUS_AT).load(Ordering::Relaxed);
-            if status == NO_STATUS {
-                return Err(format!("the server completed descriptor {slot} without a status").into());
-            }
+            let has_status = status != NO_STATUS;
+            ensure(has_status, || format!("the server completed descriptor {slot} without a status"))?;
             completed(slot, status);
         }
         Ok(())

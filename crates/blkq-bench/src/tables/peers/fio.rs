@@ -7,11 +7,11 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::child::Child;
-use crate::Result;
 use crate::load::Load;
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::process::Usage;
+use crate::{Result, ensure};
 
 /// How long fio may take in addition to the length of a job, or for a job without a length.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
@@ -131,14 +131,10 @@ fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {
     let number = |value: &Value, what: &str| {
         value.as_f64().ok_or_else(|| crate::Error::from(format!("the report contains no {what}")))
     };
-    if number(&job["error"], "error")? != 0.0 {
-        return Err(format!("error {}", job["error"]).into());
-    }
+    ensure(number(&job["error"], "error")? == 0.0, || format!("error {}", job["error"]))?;
     let side = &job[if write { "write" } else { "read" }];
     let ios = number(&side["total_ios"], "total_ios")?;
-    if ios == 0.0 {
-        return Err("no I/O completed".into());
-    }
+    ensure(ios > 0.0, || "no I/O completed".into())?;
     let percentile = |key: &str| number(&side["clat_ns"]["percentile"][key], "percentiles");
     let seconds = number(&job["job_runtime"], "job_runtime")? / 1e3;
     let percent = number(&job["usr_cpu"], "usr_cpu")? + number(&job["sys_cpu"], "sys_cpu")?;

@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use crate::Result;
+use crate::{Result, ensure};
 
 // From include/uapi/linux/loop.h.
 const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
@@ -48,9 +48,7 @@ impl KernelLoop {
         for attempt in 0.. {
             // SAFETY: the request takes no argument.
             let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
-            if number < 0 {
-                return Err(format!("no free loop device: {}", std::io::Error::last_os_error()).into());
-            }
+            ensure(number >= 0, || format!("no free loop device: {}", std::io::Error::last_os_error()))?;
             let path = PathBuf::from(format!("/dev/loop{number}"));
             let device = both(&path)?;
             let config = LoopConfig {
@@ -68,14 +66,13 @@ impl KernelLoop {
                 return Err(format!("{}: {error}", path.display()).into());
             }
             let does = std::fs::read_to_string(format!("/sys/block/loop{number}/loop/dio"))?;
-            if (does.trim() == "1") != direct {
+            ensure((does.trim() == "1") == direct, || {
                 let (wanted, found) = if direct { ("on", "off") } else { ("off", "on") };
-                return Err(format!(
-                    "{}: direct I/O must be {wanted} for this measurement, but the kernel set it {found}",
-                    path.display()
+                let name = path.display();
+                format!(
+                    "{name}: direct I/O must be {wanted} for this measurement, but the kernel set it {found}"
                 )
-                .into());
-            }
+            })?;
             return Ok(KernelLoop { path, _device: device });
         }
         unreachable!("the loop above returns")

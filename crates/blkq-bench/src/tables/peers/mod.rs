@@ -3,11 +3,8 @@
 use crate::bench::{Bench, Pace, case};
 use crate::measurement::mib;
 use crate::metric::Metric;
-use crate::result::{
-    Case, Comparison,
-    Expected::{AtLeast, AtMost},
-    Figure, Table,
-};
+use crate::result::Expected::{AtLeast, AtMost};
+use crate::result::{Case, Comparison, Figure, Table};
 use crate::{Result, What};
 
 mod child;

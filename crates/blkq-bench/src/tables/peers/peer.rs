@@ -13,7 +13,6 @@ use serde_json::Value;
 use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
-use crate::Result;
 use crate::bench::{CaseRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
@@ -23,6 +22,7 @@ use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
 use crate::result::{Comparison, Expected, Table};
+use crate::{Result, ensure};
 
 /// How long a server may take to start.
 pub const READY_WAIT: Duration = Duration::from_secs(10);
@@ -237,17 +237,15 @@ impl Peer {
                 (Access::Fio(Target::Uri(uri)), Some(server))
             }
             Way::Device(_) => {
-                if !self.may_be_there() {
-                    return Err(format!("{UBLK_CONTROL} does not exist; load the module ublk_drv").into());
-                }
+                ensure(self.may_be_there(), || {
+                    format!("{UBLK_CONTROL} does not exist; load the module ublk_drv")
+                })?;
                 let mut server = serve(Stdio::piped())?;
                 let mut line = String::new();
                 if let Some(stdout) = server.stdout.take() {
                     BufReader::new(stdout).read_line(&mut line)?;
                 }
-                if line.is_empty() {
-                    return Err(server.exit_message().into());
-                }
+                ensure(!line.is_empty(), || server.exit_message())?;
                 (on_file(PathBuf::from(line.trim())), Some(server))
             }
             Way::Vhost(_, queues) => {
@@ -309,9 +307,7 @@ impl Peer {
             return Ok(None);
         }
         let output = command("blkq stat disk --json", place, Path::new(""))?.output()?;
-        if !output.status.success() {
-            return Err(String::from_utf8_lossy(&output.stderr).trim().into());
-        }
+        ensure(output.status.success(), || String::from_utf8_lossy(&output.stderr).trim().into())?;
         let report: Value = serde_json::from_slice(&output.stdout)?;
         let mut counters = [0; NBD_COUNTERS.len()];
         for (counter, (_, name)) in counters.iter_mut().zip(NBD_COUNTERS) {

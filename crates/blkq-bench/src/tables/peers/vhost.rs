@@ -7,11 +7,8 @@ use crate::Result;
 use crate::bench::{Bench, Pace};
 use crate::load::Pattern;
 use crate::metric::Metric;
-use crate::result::{
-    Comparison,
-    Expected::{AtLeast, AtMost},
-    Table,
-};
+use crate::result::Expected::{AtLeast, AtMost};
+use crate::result::{Comparison, Table};
 
 const BLKQ: &str = "blkq vhost-user";
 const BLKQ_NULL: &str = "blkq vhost-user null";
