@@ -13,43 +13,30 @@ pub(super) const CSV: &str = "results.csv";
 /// Marks a page as one of blkq bench, which a later report may replace.
 pub(super) const GENERATOR: &str = "<meta name=\"generator\" content=\"blkq bench\">";
 
-/// The style sheet. The colours of the light and the dark theme are at its top.
-const STYLE: &str = include_str!("style.css");
-
-/// The page loads nothing and runs no scripts.
-const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
-
-/// Formats the whole page. `json` and `csv` are embedded as downloads.
+/// Formats the whole page, which loads nothing and runs no scripts. `json` and `csv` are embedded as downloads. The
+/// colours of the light and the dark theme are at the top of the style sheet.
 pub fn page(results: &Results, json: &str, csv: &str) -> String {
-    let title = format!("blkq bench, {}", date(results.started_unix));
-    let cards: String = results.tables.iter().map(card).collect();
-    let sections: String = results.tables.iter().map(section).collect();
+    let machine = &results.machine;
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta name=\"color-scheme\" content=\"light dark\">\n{GENERATOR}\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"{POLICY}\">\n\
-         <link rel=\"icon\" href=\"data:,\">\n<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
-         {}<nav aria-label=\"Tables\">\n{}</nav>\n<main>\n{sections}{}{READING}</main>\n</body>\n</html>\n",
-        header(results, json, csv),
-        cards,
-        machine(results),
-    )
-}
-
-fn header(results: &Results, json: &str, csv: &str) -> String {
-    let pace = if results.quick { "quick run, " } else { "" };
-    format!(
-        "<header>\n<div><h1>blkq bench</h1>\n<p>{} UTC, {pace}{:.0} s, blkq {}, {}, {} processors, Linux {}</p></div>\n\
-         <p class=\"downloads\">{}{}</p>\n</header>\n",
-        date(results.started_unix),
-        results.elapsed_seconds,
-        escape(&results.version),
-        escape(&results.machine.processor),
-        results.machine.processors,
-        escape(&results.machine.kernel),
-        download(JSON, "application/json", "Figures as JSON", json),
-        download(CSV, "text/csv", "as CSV", csv),
+        include_str!("page.html"),
+        generator = GENERATOR,
+        style = include_str!("style.css"),
+        date = date(results.started_unix),
+        pace = if results.quick { "quick run, " } else { "" },
+        seconds = results.elapsed_seconds,
+        version = escape(&results.version),
+        processor = escape(&machine.processor),
+        processors = machine.processors,
+        virtual_machine = if machine.virtual_machine { ", a virtual machine" } else { "" },
+        memory_gib = machine.memory_bytes as f64 / f64::from(1 << 30),
+        kernel = escape(&machine.kernel),
+        file_system = escape(machine.file_system.as_deref().unwrap_or("no table used a file")),
+        clock_source = escape(&machine.clock_source),
+        load = machine.load,
+        json = download(JSON, "application/json", "Figures as JSON", json),
+        csv = download(CSV, "text/csv", "as CSV", csv),
+        cards = results.tables.iter().map(card).collect::<String>(),
+        sections = results.tables.iter().map(section).collect::<String>(),
     )
 }
 
@@ -224,37 +211,6 @@ fn list(title: &str, lines: &[String]) -> String {
     let items: String = lines.iter().map(|line| format!("<li>{}</li>\n", escape(line))).collect();
     format!("<h3>{title}</h3>\n<ul>\n{items}</ul>\n")
 }
-
-fn machine(results: &Results) -> String {
-    let machine = &results.machine;
-    let virtual_machine = if machine.virtual_machine { ", a virtual machine" } else { "" };
-    let facts = [
-        ("Processor", format!("{}, {} in use{virtual_machine}", machine.processor, machine.processors)),
-        ("Memory", format!("{:.1} GiB", machine.memory_bytes as f64 / f64::from(1 << 30))),
-        ("Kernel", format!("Linux {}", machine.kernel)),
-        ("File system", machine.file_system.clone().unwrap_or("no table used a file".to_owned())),
-        ("Clock source", machine.clock_source.clone()),
-        ("Load average at the start", format!("{:.2}", machine.load)),
-    ];
-    let facts: String =
-        facts.iter().map(|(name, fact)| format!("<dt>{name}</dt><dd>{}</dd>\n", escape(fact))).collect();
-    format!("<section id=\"machine\">\n<h2>The machine</h2>\n<dl>\n{facts}</dl>\n</section>\n")
-}
-
-const READING: &str = "\
-<section id=\"reading\">
-<h2>How to read this</h2>
-<p>The cases of a comparison take turns (A B A B ...), so that a disturbance of the machine affects all of them. \
-Figures are medians of the rounds; the range below, and the whiskers in the plots, go from the smallest to the \
-largest round. A ratio is feature / base: the median over the rounds. \u{b1} is its spread: the square root of \
-(largest ratio / smallest ratio), minus 1. A ratio marked with ~ is within its spread and shows no \
-clear effect: measure longer, or on a quieter machine.</p>
-<p>A mechanism is checked with a counter, such as clock readings per I/O, which does not depend on the speed of the \
-machine: it shows whether the feature works as claimed. \
-A target is a figure that blkq should reach. Published figures were measured on the machines of their authors: \
-compare ratios and directions.</p>
-</section>
-";
 
 /// Formats a time as `2026-11-21 10:27` in UTC.
 fn date(unix: u64) -> String {
