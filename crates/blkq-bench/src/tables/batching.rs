@@ -8,7 +8,7 @@ use blkq::{Disk, Driver};
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_drivers::model::{ModelCompletion, SeekModel};
 
-use super::common::{model, null};
+use super::common::{model, notes, null};
 use crate::bench::{Bench, Pace, case};
 use crate::load::submitters::{self, WARM_UP};
 use crate::load::{Load, Pattern};
@@ -128,7 +128,13 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     bench.pace = pace;
     all.extend(switches(bench, &mut table)?);
     gate_mechanisms(&mut table, &all);
-    table.notes = notes();
+    table.notes = notes(&format!(
+        include_str!("notes/batching.txt"),
+        submitters = SUBMITTERS,
+        window = WINDOW,
+        depth = DEPTH,
+        disk_speed = DISK_SPEED
+    ));
     Ok(table)
 }
 
@@ -227,31 +233,3 @@ const ROWS: [(&str, [(f64, f64); FIGURES.len()]); 4] = [
 
 /// Context switches per second of 64 threads on eight processors, without and with batching.
 const SWITCHES_PER_SECOND: (f64, f64) = (2500.0, 140.0);
-
-fn notes() -> Vec<String> {
-    [
-        format!(
-            "{SUBMITTERS} threads, each in a separate region, do I/Os of 4 KiB, each with up to {WINDOW} in flight, on a \
-             device with {DEPTH} tags; off: a thread that is woken gets one request, in the order of waiting"
-        ),
-        format!(
-            "the modelled disk has one arm and takes requests in the order of arrival. A request takes a seek that \
-             grows with the distance, half a rotation, and the transfer. The model is a disk with 7200 rpm and \
-             150 MB/s, {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. \
-             Unlike the disk of 2003, it has no cache, no read-ahead and no elevator, so the ratios of sequential \
-             streams are larger here"
-        ),
-        "nothing merged: neighbours that merge in a submitter's software queue use one request together. A wake-up then \
-         carries a whole window even without batching, and batching adds nothing to the rate of sequential streams \
-         (see: adjacent I/Os merge)"
-            .into(),
-        "the latency includes the time for which a thread waits for a request. The longest latency shows the cost of \
-         batching: while one thread uses its batch, the others wait"
-            .into(),
-        "on the modelled disk batching makes random I/O faster, because the requests of a batch are in one region".into(),
-        "on the modelled disk each completion causes one more context switch of the engine, with or without batching, \
-         so context switches are compared on the other devices only"
-            .into(),
-    ]
-    .into()
-}

@@ -3,7 +3,7 @@
 use blkq::clock::CLOCK_USES_MAX;
 use blkq::{ClockMode, Disk};
 
-use super::common::null;
+use super::common::{notes, null};
 use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};
 use crate::measurement::Run;
@@ -59,23 +59,6 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         }
         table.comparisons.push(comparison);
     }
-    table.notes = notes();
+    table.notes = notes(&format!(include_str!("notes/clock.txt"), uses = CLOCK_USES_MAX));
     Ok(table)
-}
-
-fn notes() -> Vec<String> {
-    [
-        "a cached clock gains nothing with batches of 1: in both modes, the clock is read once at submission and once \
-         at completion"
-            .into(),
-        format!(
-            "age max is the longest time between a cached reading and the next one, an upper bound for the error of a \
-             time stamp. Readings before the thread sleeps or the queue is idle are not counted. A \
-             cached reading is dropped when the plug is flushed, after each batch of completions and after \
-             {CLOCK_USES_MAX} uses, but not when the thread is preempted: an age of milliseconds means that other \
-             threads ran meanwhile"
-        ),
-        "without iostats the clock is not read in either mode, so one case represents both".into(),
-    ]
-    .into()
 }

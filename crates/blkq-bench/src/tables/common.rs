@@ -1,4 +1,4 @@
-//! Parts of several tables: their devices, and runs on a cold page cache.
+//! Parts of several tables: their devices, their notes, and runs on a cold page cache.
 
 use std::path::Path;
 use std::time::Duration;
@@ -29,6 +29,11 @@ pub fn model(bytes: u64, completion: ModelCompletion) -> Result<Box<dyn Driver>>
 pub fn direct_reader(path: &Path) -> Result<Box<dyn Driver>> {
     let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(path) };
     Ok(Box::new(LoopDevice::open(&options)?))
+}
+
+/// The notes of a table: the paragraphs of `text`, each in one line.
+pub fn notes(text: &str) -> Vec<String> {
+    text.split("\n\n").map(|note| note.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
 /// A case whose runs begin with a cold page cache of the file at `path`, without the metrics that mean nothing in its

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use blkq::{Disk, EngineThread};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use super::common::cold_case;
+use super::common::{cold_case, notes};
 use crate::bench::{Bench, Pace};
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::{Load, Offsets, Pattern};
@@ -125,7 +125,12 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let least = of("buffered").map(|case| case.min(Metric::CachedKibPerIo)).fold(f64::INFINITY, f64::min);
     table.mechanism("direct: maximum MiB of the file in the page cache after a run", most, AtMost(1.0));
     table.mechanism("buffered: minimum KiB of the file added to the page cache per I/O", least, AtLeast(3.5));
-    table.notes = notes(bytes);
+    let mib = |bytes: u64| bytes >> 20;
+    table.notes = notes(&format!(
+        include_str!("notes/direct.txt"),
+        cache_mib = mib(bytes / CACHE_SHARE),
+        file_mib = mib(bytes)
+    ));
     Ok(table)
 }
 
@@ -169,32 +174,4 @@ fn compare(
     }
     table.comparisons.push(comparison);
     Ok(())
-}
-
-fn notes(bytes: u64) -> Vec<String> {
-    vec![
-        format!(
-            "the client, which is the same in all cases, does I/O in this process like a file system on a loop device: \
-             files in extents of 1 MiB, a page cache of {} MiB for all jobs (the file has {} MiB), read-ahead of up to \
-             128 KiB, write-back of dirty pages in the order of the file",
-            (bytes / CACHE_SHARE) >> 20,
-            bytes >> 20
-        ),
-        "each job has a separate file and one blocking I/O at a time, like fio's engine psync. No page is used twice in a \
-         run, like fio's random map. The time of a write run includes the last flush"
-            .into(),
-        "the main comparison is between buffered (concurrent dispatch) and direct. The base of the published figures did \
-         one buffered request at a time, as serial buffered does here. Its file was on an HDD; the file of this \
-         measurement may be on another kind of disk"
-            .into(),
-        "io_uring workers do buffered writes, and are woken for them. Direct writes need no worker, which saves the \
-         context switches. A read waits for its data in either case"
-            .into(),
-        "the publication also reports 16 % (randread) and 33 % (read) fewer context switches with 16 jobs, and 10 % and \
-         50 % with one; about 10 % of the memory was in use after the four tests, instead of more than 55 %"
-            .into(),
-        "RSS is that of this process: the client's cache and buffers. cached MiB is the page cache that a buffered loop \
-         device uses in addition. The processor time of the kernel's write-back threads is not counted"
-            .into(),
-    ]
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use blkq::Disk;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use super::common::cold_case;
+use super::common::{cold_case, notes};
 use crate::bench::{Bench, Pace};
 use crate::load::{Load, Pattern, local, raw, workers};
 use crate::measurement::Run;
@@ -80,7 +80,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
     table.mechanism("maximum MiB of the file in the page cache before a run", most, AtMost(1.0));
     curve(bench, &mut table, &path, blocks)?;
-    table.notes = NOTES.map(str::to_owned).into();
+    table.notes = notes(include_str!("notes/dispatch.txt"));
     Ok(table)
 }
 
@@ -176,22 +176,3 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     table.mechanism(claim, switches(KINDS[1]) / switches(KINDS[0]), AtMost(0.5));
     Ok(())
 }
-
-const NOTES: [&str; 7] = [
-    "cold: before every run, the file is written back and evicted from the page cache, which is verified. No block is used \
-     twice in a run, so a run stops at the latest after a quarter of the file (random reads), all of it (sequential \
-     reads), or an eighth of it, but at least 64 MiB (writes)",
-    "writes go to the page cache, as in the published measurement. A cold write is a write to pages that are not cached. \
-     Dirty pages are written back after the run, outside of the measured time",
-    "serial, unmerged is the base of the published figures: a thread that executes one bio after another. serial and \
-     concurrent differ in --dispatch only, and both merge in the plug",
-    "serial and concurrent execute one write at a time: serial submits a write when the previous one has completed; \
-     concurrent submits up to 32 writes, which the kernel executes one after another, so that the thread is not woken \
-     after each",
-    "raw io_uring resubmits completed I/Os with one call, as the block layer does. raw, one by one makes a call for each \
-     I/O, so that a read does not wait until the kernel has submitted the reads after it, which can be faster",
-    "one thread is a thread that calls pread or pwrite in a loop, without a block layer",
-    "threads work like the workers of the kernel's loop device: each free thread takes the next block. concurrent keeps \
-     the same number of reads in flight, but one thread issues them in order, so that read-ahead works and no thread is \
-     woken for each read",
-];

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use super::common::notes;
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::Load;
 use crate::metric::Metric;
@@ -81,7 +82,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
          machines rarely have; the time per I/O is measured instead"
             .into(),
     );
-    table.notes = notes();
+    table.notes = notes(&format!(include_str!("notes/layout.txt"), submitters = SUBMITTERS, depth = DEPTH));
     Ok(table)
 }
 
@@ -130,23 +131,4 @@ fn compare<const N: usize>(
     comparison.add_effects("layout", "shared", "padded", metrics);
     table.comparisons.push(comparison);
     Ok(())
-}
-
-fn notes() -> Vec<String> {
-    [
-        format!(
-            "padded is blkq; shared is a second build of its sources without padding to cache lines. {SUBMITTERS} \
- threads, {DEPTH} I/Os in flight each, on all processors"
-        ),
-        "without padding, these words share cache lines: the flags with which the owner of a queue and a freeze \
-         synchronise (two atomic writes for each batch of 32), the gate's counters and the settings, and the locks \
-         of software queues. Statistics share no lines in either build, because those of one queue are larger than \
-         a line"
-            .into(),
-        "on one processor no cache line moves between processors, so padding can only cost time".into(),
-        "the same publication reports 55 % (randwrite) to 92 % (reads) fewer context switches, because faster \
-         submission finds completions in batches. A null device completes immediately, so this cannot be compared here"
-            .into(),
-    ]
-    .into()
 }
