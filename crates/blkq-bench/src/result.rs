@@ -322,26 +322,28 @@ impl Comparison {
         self.case(case).median(metric)
     }
 
-    /// A curve of `metric`, with a point for each x and the name of its case.
-    pub fn curve(
+    /// A curve of `metric` for each of `lines`, with a point at each of `places`. `case` is the name of the case of a
+    /// line at a place.
+    pub fn curves(
         &self,
-        plot: &str,
-        name: &str,
-        x_label: &str,
+        [plot, x_label]: [&str; 2],
         metric: Metric,
-        points: impl Iterator<Item = (usize, String)>,
-    ) -> Curve {
-        let point = |(x, case): (usize, String)| {
-            let Figure { median, min, max, .. } = *self.case(&case).figure(metric);
+        lines: &[&str],
+        places: &[usize],
+        case: impl Fn(&str, usize) -> String,
+    ) -> Vec<Curve> {
+        let point = |line: &str, x: usize| {
+            let Figure { median, min, max, .. } = *self.case(&case(line, x)).figure(metric);
             Point { x: x as f64, median, min, max }
         };
-        Curve {
+        let curve = |line: &&str| Curve {
             plot: plot.to_owned(),
-            name: name.to_owned(),
+            name: (*line).to_owned(),
             x_label: x_label.to_owned(),
             metric,
-            points: points.map(point).collect(),
-        }
+            points: places.iter().map(|x| point(line, *x)).collect(),
+        };
+        lines.iter().map(curve).collect()
     }
 
     /// Adds the ratios of `feature` to `base` in several metrics, each with the published ratio. Returns the ratios.

@@ -9,7 +9,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use super::common::{cold_case, notes};
 use crate::bench::{Bench, Pace};
 use crate::client::{File, Layout, PAGE_BYTES};
-use crate::load::{Load, Offsets, Pattern};
+use crate::load::{Load, Pattern};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{resident_bytes, worker_switches};
@@ -53,8 +53,7 @@ struct Job {
     /// Size of the image. Each job uses a separate file in it.
     bytes: u64,
     jobs: u64,
-    pattern: Pattern,
-    write: bool,
+    load: Load,
 }
 
 impl Job {
@@ -77,25 +76,25 @@ impl Job {
 
     /// Runs one job: one I/O at a time, each page at most once, and a flush at the end of writes.
     fn one(&self, file: &mut File, length: Duration) -> Result<u64> {
-        let share = match (self.write, self.pattern) {
+        let share = match (self.load.write, self.load.pattern) {
             (true, _) => WRITE_SHARE,
             (false, Pattern::Random) => READ_SHARE,
             (false, Pattern::Sequential) => 1,
         };
-        let load = Load { ios_max: Some(file.pages() / share), ..Load::read(self.pattern, 1) };
-        let mut offsets: Offsets = load.offsets(file.pages() * PAGE_BYTES as u64);
+        let load = Load { ios_max: Some(file.pages() / share), ..self.load };
+        let mut offsets = load.offsets(file.pages() * PAGE_BYTES as u64);
         let mut memory = vec![0x5a; PAGE_BYTES];
         let (began, mut ios) = (Instant::now(), 0);
         while offsets.left() > 0 && began.elapsed() < length {
             let page = offsets.next_bytes() / PAGE_BYTES as u64;
-            if self.write {
+            if load.write {
                 file.write(page, &memory)?
             } else {
                 file.read(page, &mut memory)?
             }
             ios += 1;
         }
-        if self.write {
+        if load.write {
             file.sync()?;
         }
         Ok(ios)
@@ -112,11 +111,6 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.publish(["loop with direct I/O and AIO, Ming Lei, 2015", setting, "IOPS"], rows);
     let file = bench.file()?;
     let (path, bytes) = (file.path.clone(), file.bytes);
-    if let Err(error) = LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(&path) })
-    {
-        table.left_out.push(format!("direct: {error}"));
-        return Ok(table);
-    }
     for published in PUBLISHED {
         compare(bench, &mut table, &path, bytes, published)?;
     }
@@ -125,12 +119,9 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let least = of("buffered").map(|case| case.min(Metric::CachedKibPerIo)).fold(f64::INFINITY, f64::min);
     table.mechanism("direct: maximum MiB of the file in the page cache after a run", most, AtMost(1.0));
     table.mechanism("buffered: minimum KiB of the file added to the page cache per I/O", least, AtLeast(3.5));
-    let mib = |bytes: u64| bytes >> 20;
-    table.notes = notes(&format!(
-        include_str!("notes/direct.txt"),
-        cache_mib = mib(bytes / CACHE_SHARE),
-        file_mib = mib(bytes)
-    ));
+    let cache_mib = (bytes / CACHE_SHARE) >> 20;
+    table.notes =
+        notes(&format!(include_str!("notes/direct.txt"), cache_mib = cache_mib, file_mib = bytes >> 20));
     Ok(table)
 }
 
@@ -145,8 +136,7 @@ fn compare(
     bytes: u64,
     (jobs, name, base, feature, switches): (u64, &str, f64, f64, Option<f64>),
 ) -> Result {
-    let pattern = if name.starts_with("rand") { Pattern::Random } else { Pattern::Sequential };
-    let job = &Job { path: path.to_owned(), bytes, jobs, pattern, write: name.ends_with("write") };
+    let job = &Job { path: path.to_owned(), bytes, jobs, load: Load::named(name, 1) };
     let ways = WAYS.map(|(way, direct_io, dispatch)| {
         cold_case(path, way, &[Metric::NsPerIo], move |length| job.run(direct_io, dispatch, length))
     });

@@ -165,10 +165,7 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
         bench.compare("loop buffered, cold, 4 KiB read, unmerged, 1 to N concurrent reads", cases)?;
     for (metric, what) in [(Metric::Iops, "rate"), (Metric::ContextSwitchesPerIo, "context switches")] {
         let plot = format!("1 to N concurrent sequential reads, {what}");
-        for kind in KINDS {
-            let points = counts.iter().map(|count| (*count, name(kind, *count)));
-            table.curves.push(comparison.curve(&plot, kind, "concurrent reads", metric, points));
-        }
+        table.curves.extend(comparison.curves([&plot, "concurrent reads"], metric, &KINDS, counts, name));
     }
     let most = counts[counts.len() - 1];
     let switches = |kind| comparison.median(&name(kind, most), Metric::ContextSwitchesPerIo);

@@ -176,11 +176,7 @@ fn curves<'a>(
     };
     let pace = point_pace(&bench.pace);
     let comparison = bench.compare_at(pace, plot, points.iter().flat_map(at).collect())?;
-    let curve = |line: &&str| {
-        let points = points.iter().map(|point| (*point, title(line, *point)));
-        comparison.curve(plot, line, x_label, Metric::Iops, points)
-    };
-    Ok(lines.iter().map(curve).collect())
+    Ok(comparison.curves([plot, x_label], Metric::Iops, lines, points, title))
 }
 
 /// Runs `run` on `count` threads, and adds up their IOPS.
