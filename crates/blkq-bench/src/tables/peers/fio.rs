@@ -58,11 +58,15 @@ impl Job {
     }
 }
 
-/// The file or server that fio reads and writes.
-pub enum Target {
-    Path(std::path::PathBuf),
-    /// NBD URI of an export.
-    Uri(String),
+/// The arguments for I/O on the file or device at `path`.
+pub fn on_path(path: &Path) -> Vec<String> {
+    let file = format!("--filename={}", path.display());
+    vec!["--ioengine=io_uring".to_owned(), "--direct=1".to_owned(), file]
+}
+
+/// The arguments for I/O on the export `disk` of the NBD server at `socket`.
+pub fn on_nbd(socket: &Path) -> Vec<String> {
+    vec!["--ioengine=nbd".to_owned(), format!("--uri=nbd+unix:///disk?socket={}", socket.display())]
 }
 
 pub struct Report {
@@ -86,11 +90,11 @@ pub fn lacks() -> Option<String> {
     }
 }
 
-/// Runs `job` over the first `bytes` of `target`, for `length`; without a length, for one pass over all of them.
+/// Runs `job` over the first `bytes` of the target that the arguments `target` select, for `length`; without a length, for one pass over all of them.
 ///
 /// There is no ramp time: fio would not count its I/Os, but the server's usage would include them.
 pub fn run(
-    target: &Target,
+    target: &[String],
     job: &Job,
     bytes: u64,
     length: Option<Duration>,
@@ -99,16 +103,7 @@ pub fn run(
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
     // With --thread, fio is a single process, so killing it leaves nothing running.
-    command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]);
-    match target {
-        Target::Path(path) => {
-            command.args(["--ioengine=io_uring", "--direct=1"]);
-            command.arg(format!("--filename={}", path.display()));
-        }
-        Target::Uri(uri) => {
-            command.args(["--ioengine=nbd", &format!("--uri={uri}")]);
-        }
-    }
+    command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]).args(target);
     command.args([format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)]);
     command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
     let mut limit = EXIT_WAIT;

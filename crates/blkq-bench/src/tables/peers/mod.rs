@@ -16,7 +16,7 @@ mod qcow2;
 mod vhost;
 
 use fio::Job;
-use peer::{BLKQ, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
+use peer::{BLKQ, BLKQ_NBD, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
 
 const RANDOM: Job = Job::new("4 KiB random read, depth 64", "randread", 4096, 64, true);
 const ONE: Job = Job::new("4 KiB random read, depth 1", "randread", 4096, 1, true);
@@ -33,34 +33,21 @@ const QEMU_NBD: &str = "qemu-nbd";
 
 /// Peers that serve the file, without the page cache if they can.
 const OVER_FILE: [Peer; 8] = [
-    Peer { name: RAW, quick: true, way: Way::Raw },
-    Peer { name: LOOP_DIRECT, quick: true, way: Way::Loop { direct: true } },
-    Peer { name: "kernel loop, buffered", quick: false, way: Way::Loop { direct: false } },
+    Peer::new(RAW, Way::Raw, ""),
+    Peer::new(LOOP_DIRECT, Way::Loop { direct: true }, ""),
+    Peer::new("kernel loop, buffered", Way::Loop { direct: false }, "").not_quick(),
     Peer::nbd(QEMU_NBD, "qemu-nbd -f raw -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}"),
-    Peer {
-        name: "qemu-storage-daemon",
-        quick: false,
-        way: Way::Nbd(
-            "qemu-storage-daemon --blockdev \
-             driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring \
-             --nbd-server addr.type=unix,addr.path={socket},max-connections=8 --export \
-             type=nbd,id=export,node-name=disk,name=disk,writable=on",
-        ),
-    },
-    Peer {
-        name: "nbdkit file, cache=none",
-        quick: false,
-        way: Way::Nbd("nbdkit -f -e disk -U {socket} file {image} cache=none"),
-    },
     Peer::nbd(
-        BLKQ,
-        "blkq attach {image} --name disk --foreground --direct-io on --export nbd --listen unix:{socket}",
-    ),
-    Peer {
-        name: "blkq ublk",
-        quick: true,
-        way: Way::Device("blkq attach {image} --name disk --foreground --direct-io on --export ublk"),
-    },
+        "qemu-storage-daemon",
+        "qemu-storage-daemon --blockdev \
+         driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring \
+         --nbd-server addr.type=unix,addr.path={socket},max-connections=8 --export \
+         type=nbd,id=export,node-name=disk,name=disk,writable=on",
+    )
+    .not_quick(),
+    Peer::nbd("nbdkit file, cache=none", "nbdkit -f -e disk -U {socket} file {image} cache=none").not_quick(),
+    BLKQ_NBD,
+    Peer::new("blkq ublk", Way::Device, "blkq {image} --direct-io on --export ublk"),
 ];
 
 /// Peers that serve a null device, which shows the cost of serving.
@@ -69,11 +56,8 @@ const OVER_NOTHING: [Peer; 3] = [
         "qemu-nbd null-co",
         "qemu-nbd -t -e 8 -x disk -k {socket} --image-opts driver=null-co,size={bytes}",
     ),
-    Peer { name: "nbdkit null", quick: false, way: Way::Nbd("nbdkit -f -e disk -U {socket} null {bytes}") },
-    Peer::nbd(
-        BLKQ_NULL,
-        "blkq attach null:{bytes} --name disk --foreground --export nbd --listen unix:{socket}",
-    ),
+    Peer::nbd("nbdkit null", "nbdkit -f -e disk -U {socket} null {bytes}").not_quick(),
+    Peer::nbd(BLKQ_NULL, "blkq null:{bytes} --export nbd --listen unix:{socket}"),
 ];
 
 /// Additional time of a run in seconds: mostly the start and exit of fio.
@@ -117,10 +101,9 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let over_file = present(&OVER_FILE, pace.quick, &place, &RANDOM, &mut table);
     let over_nothing = present(&OVER_NOTHING, pace.quick, &place, &RANDOM, &mut table);
     if pace.quick {
-        let left_out = |peer: &&Peer| !peer.quick;
-        let names = OVER_FILE.iter().chain(&OVER_NOTHING).filter(left_out).map(|peer| peer.name.to_owned());
-        let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title.to_owned());
-        let all: Vec<String> = names.chain(titles).collect();
+        let peers = OVER_FILE.iter().chain(&OVER_NOTHING).filter(|peer| !peer.quick).map(|peer| peer.name);
+        let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title);
+        let all: Vec<&str> = peers.chain(titles).collect();
         table.left_out.push(format!("because of --quick: {}", all.join("; ")));
     }
     let mut comparisons = Vec::new();

@@ -9,7 +9,7 @@ use blkq_drivers::{DriverOptions, DriverSpec};
 use rustix::thread::set_current_timer_slack;
 
 use super::fio::Job;
-use super::peer::{Peer, Place};
+use super::peer::{Peer, Place, Way};
 use super::vhost;
 use crate::Result;
 use crate::bench::{Bench, Pace, case};
@@ -26,14 +26,12 @@ const FAULT: &str = "delay=320us";
 const IN_PROCESS: &str = "in process";
 const NBD: Peer = Peer::nbd(
     "blkq nbd",
-    "blkq attach null:{bytes} --name disk --foreground --depth 32 --fault delay=320us --export nbd \
-     --listen unix:{socket}",
+    "blkq null:{bytes} --depth 32 --fault delay=320us --export nbd --listen unix:{socket}",
 );
-const VHOST: Peer = Peer::vhost(
+const VHOST: Peer = Peer::new(
     "blkq vhost-user",
-    "blkq attach null:{bytes} --name disk --foreground --depth 32 --fault delay=320us --export \
-     vhost-user-blk",
-    1,
+    Way::Vhost { queues: 1 },
+    "blkq null:{bytes} --depth 32 --fault delay=320us --export vhost-user-blk",
 );
 const CASES: usize = 3;
 

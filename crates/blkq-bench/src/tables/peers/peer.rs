@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::child::{Child, POLL_INTERVAL};
-use super::fio::{self, Job, Target};
+use super::fio::{self, Job};
 use super::kernel_loop::KernelLoop;
 use crate::bench::{CaseRun, case};
 use crate::cache::{cached_bytes, evict};
@@ -58,10 +58,16 @@ impl Place {
     pub fn of(&self, image: &Path, bytes: u64) -> Place {
         Place { image: image.to_owned(), bytes, scratch: self.scratch.clone(), _made: None }
     }
+
+    /// A command of this program, which keeps its state at this place.
+    fn blkq(&self, words: &str) -> Result<Command> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(words.split(' ')).env("BLKQ_STATE_DIR", self.scratch.join("state"));
+        Ok(command)
+    }
 }
 
-/// How a client reaches the image. A command line starts a server in the foreground. It is split at spaces; {image}, {bytes}
-/// and {socket} are replaced. `blkq` as first word is this program.
+/// How a client reaches the image.
 #[derive(Clone, Copy)]
 pub enum Way {
     /// fio directly on the image file.
@@ -69,23 +75,28 @@ pub enum Way {
     /// fio on a loop device of the kernel, with or without direct I/O.
     Loop { direct: bool },
     /// fio and an NBD server.
-    Nbd(&'static str),
+    Nbd,
     /// fio on the block device whose path the server prints.
-    Device(&'static str),
+    Device,
     /// io_uring of this process on the image file, with one call for all I/Os that are submitted together, or one call per
     /// I/O.
     Ring { one_by_one: bool },
     /// io_uring of this process on a loop device with direct I/O.
     RingOnLoop,
     /// The front end in [`crate::vhost`] with this number of queues, and a vhost-user-blk server.
-    Vhost(&'static str, usize),
+    Vhost { queues: usize },
 }
 
 /// A server, or another way to the image, that is measured.
+#[derive(Clone, Copy)]
 pub struct Peer {
     pub name: &'static str,
     pub quick: bool,
-    pub way: Way,
+    way: Way,
+    /// The command line that starts the server in the foreground; empty without a server. It is split at spaces; {image},
+    /// {bytes} and {socket} are replaced. `blkq` as first word represents `blkq attach --name disk --foreground` of this
+    /// program.
+    words: &'static str,
 }
 
 /// The base of the comparisons.
@@ -95,6 +106,8 @@ pub const BLKQ: &str = "blkq nbd";
 pub const BLKQ_NULL: &str = "blkq nbd null";
 /// The kernel's loop device with direct I/O.
 pub const LOOP_DIRECT: &str = "kernel loop, direct";
+/// blkq over NBD, on a raw file.
+pub const BLKQ_NBD: Peer = Peer::nbd(BLKQ, "blkq {image} --direct-io on --export nbd --listen unix:{socket}");
 
 /// The items of a quick run, or all.
 pub fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
@@ -146,7 +159,8 @@ pub fn relate(
 
 /// How a client reaches the running server, or the file.
 enum Access {
-    Fio(Target),
+    /// fio, with the arguments that select its target.
+    Fio(Vec<String>),
     /// io_uring of this process on the file or device.
     Ring(PathBuf),
     Guest(Client),
@@ -160,14 +174,18 @@ struct Ready {
 }
 
 impl Peer {
-    /// An NBD server with its command line.
-    pub const fn nbd(name: &'static str, words: &'static str) -> Peer {
-        Peer { name, quick: true, way: Way::Nbd(words) }
+    /// A peer with the command line of its server, which is empty without a server.
+    pub const fn new(name: &'static str, way: Way, words: &'static str) -> Peer {
+        Peer { name, quick: true, way, words }
     }
 
-    /// A vhost-user-blk server with its command line, and its number of queues.
-    pub const fn vhost(name: &'static str, words: &'static str, queues: usize) -> Peer {
-        Peer { name, quick: true, way: Way::Vhost(words, queues) }
+    pub const fn nbd(name: &'static str, words: &'static str) -> Peer {
+        Peer::new(name, Way::Nbd, words)
+    }
+
+    /// This peer, omitted from quick runs.
+    pub const fn not_quick(self) -> Peer {
+        Peer { quick: false, ..self }
     }
 
     /// The reason why the peer cannot do `job` on this machine. Starts the peer to find out.
@@ -184,24 +202,16 @@ impl Peer {
 
     /// Whether a quick check finds what the peer requires; [`present`] does the full check.
     pub fn may_be_there(&self) -> bool {
-        !matches!(self.way, Way::Device(_)) || Path::new(UBLK_CONTROL).exists()
-    }
-
-    /// The command line of the server; empty without a server.
-    fn words(&self) -> &'static str {
-        match self.way {
-            Way::Nbd(words) | Way::Device(words) | Way::Vhost(words, _) => words,
-            Way::Raw | Way::Loop { .. } | Way::Ring { .. } | Way::RingOnLoop => "",
-        }
+        !matches!(self.way, Way::Device) || Path::new(UBLK_CONTROL).exists()
     }
 
     fn is_blkq(&self) -> bool {
-        self.words().starts_with("blkq ")
+        self.words.starts_with("blkq ")
     }
 
     /// The Debian package that contains the server.
     fn package(&self) -> &'static str {
-        match self.words().split(' ').next() {
+        match self.words.split(' ').next() {
             Some("qemu-nbd") => "qemu-utils",
             Some("qemu-storage-daemon") => "qemu-system-common",
             Some("nbdkit") => "nbdkit",
@@ -211,7 +221,7 @@ impl Peer {
 
     /// The socket of a server at `place`. The command chooses that of blkq's vhost-user export.
     fn socket(&self, place: &Place) -> PathBuf {
-        let is_chosen = self.is_blkq() && matches!(self.way, Way::Vhost(..));
+        let is_chosen = self.is_blkq() && matches!(self.way, Way::Vhost { .. });
         place.scratch.join(if is_chosen { "state/disk.vhost" } else { "socket" })
     }
 
@@ -219,24 +229,23 @@ impl Peer {
         let socket = self.socket(place);
         // A server that was killed has not removed its socket.
         let _ = std::fs::remove_file(&socket);
-        let serve = |stdout| Child::start(command(self.words(), place, &socket)?, stdout);
+        let serve = |stdout| Child::start(command(self.words, place, &socket)?, stdout);
         let attached = |direct, access: fn(PathBuf) -> Access| {
             let device = KernelLoop::attach(&place.image, direct)?;
             Ok(Ready { access: access(device.path.clone()), server: None, _device: Some(device) })
         };
-        let on_file = |path| Access::Fio(Target::Path(path));
+        let on_file = |path: PathBuf| Access::Fio(fio::on_path(&path));
         let (access, server) = match self.way {
             Way::Raw => (on_file(place.image.clone()), None),
             Way::Ring { .. } => (Access::Ring(place.image.clone()), None),
             Way::Loop { direct } => return attached(direct, on_file),
             Way::RingOnLoop => return attached(true, Access::Ring),
-            Way::Nbd(_) => {
+            Way::Nbd => {
                 let mut server = serve(Stdio::null())?;
                 await_greeting(&socket, &mut server)?;
-                let uri = format!("nbd+unix:///disk?socket={}", socket.display());
-                (Access::Fio(Target::Uri(uri)), Some(server))
+                (Access::Fio(fio::on_nbd(&socket)), Some(server))
             }
-            Way::Device(_) => {
+            Way::Device => {
                 ensure(self.may_be_there(), || {
                     format!("{UBLK_CONTROL} does not exist; load the module ublk_drv")
                 })?;
@@ -248,7 +257,7 @@ impl Peer {
                 ensure(!line.is_empty(), || server.exit_message())?;
                 (on_file(PathBuf::from(line.trim())), Some(server))
             }
-            Way::Vhost(_, queues) => {
+            Way::Vhost { queues } => {
                 let mut server = serve(Stdio::null())?;
                 (Access::Guest(connect(&socket, &mut server, &job.load(), queues)?), Some(server))
             }
@@ -303,10 +312,10 @@ impl Peer {
 
     /// The values of [`NBD_COUNTERS`] so far, if the peer is blkq as NBD server.
     fn nbd_counters(&self, place: &Place) -> Result<Option<[u64; NBD_COUNTERS.len()]>> {
-        if !(self.is_blkq() && matches!(self.way, Way::Nbd(_))) {
+        if !(self.is_blkq() && matches!(self.way, Way::Nbd)) {
             return Ok(None);
         }
-        let output = command("blkq stat disk --json", place, Path::new(""))?.output()?;
+        let output = place.blkq("stat disk --json")?.output()?;
         ensure(output.status.success(), || String::from_utf8_lossy(&output.stderr).trim().into())?;
         let report: Value = serde_json::from_slice(&output.stdout)?;
         let mut counters = [0; NBD_COUNTERS.len()];
@@ -397,19 +406,19 @@ pub fn not_there(name: &str, package: &str, error: &crate::Error) -> String {
     }
 }
 
-/// Builds the command from a command line of [`Way`].
+/// Builds the command from the command line of a peer.
 fn command(words: &str, place: &Place, socket: &Path) -> Result<Command> {
     let fill = |word: &str| {
         word.replace("{image}", &place.image.to_string_lossy())
             .replace("{bytes}", &place.bytes.to_string())
             .replace("{socket}", &socket.to_string_lossy())
     };
-    let mut words = words.split_whitespace();
-    let mut command = match words.next() {
-        None | Some("blkq") => Command::new(std::env::current_exe()?),
-        Some(other) => Command::new(other),
+    let (program, words) = words.split_once(' ').unwrap_or((words, ""));
+    let mut command = match program {
+        "blkq" => place.blkq("attach --name disk --foreground")?,
+        other => Command::new(other),
     };
-    command.args(words.map(fill)).env("BLKQ_STATE_DIR", place.scratch.join("state"));
+    command.args(words.split_whitespace().map(fill));
     Ok(command)
 }
 

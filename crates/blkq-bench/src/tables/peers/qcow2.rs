@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use super::child::Child;
 use super::fio::Job;
-use super::peer::{BLKQ, Peer, Place, READY_WAIT, chosen, not_there, visits};
+use super::peer::{BLKQ, BLKQ_NBD, Peer, Place, READY_WAIT, chosen, not_there, visits};
 use crate::Result;
 use crate::bench::{Bench, Pace, case};
 use crate::file::check_room;
@@ -13,19 +13,11 @@ use crate::interrupt::Undo;
 use crate::metric::Metric;
 use crate::result::{Comparison, Expected::AtLeast, Table};
 
-const OURS: Peer = Peer::nbd(
-    "blkq qcow2",
-    "blkq attach {image} --format qcow2 --name disk --foreground --direct-io on --export nbd \
-     --listen unix:{socket}",
-);
+const OURS: Peer =
+    Peer::nbd("blkq qcow2", "blkq {image} --format qcow2 --direct-io on --export nbd --listen unix:{socket}");
 const QEMU_NBD: Peer = Peer::nbd(
     "qemu-nbd qcow2",
     "qemu-nbd -f qcow2 -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}",
-);
-/// blkq on the raw file with the same data.
-const RAW: Peer = Peer::nbd(
-    BLKQ,
-    "blkq attach {image} --name disk --foreground --direct-io on --export nbd --listen unix:{socket}",
 );
 
 const ALLOCATED: [Job; 2] = [
@@ -64,7 +56,8 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     let mut comparisons = Vec::new();
     for job in chosen(&ALLOCATED, pace.quick, |job| job.quick) {
         let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
-        cases.push(case(BLKQ, |length| RAW.visit(place, job, length)));
+        // The raw file contains the same data.
+        cases.extend(visits(&[&BLKQ_NBD], place, *job));
         let mut comparison = bench.compare_at(pace, job.title, cases)?;
         add_ratios(&mut comparison, table, QEMU_NBD.name, 1.5);
         add_ratios(&mut comparison, table, BLKQ, 0.9);

@@ -24,44 +24,39 @@ const LARGE: Job = Job::new("vhost-user-blk, 256 KiB sequential read, depth 8", 
 const JOBS: [Job; 4] = [RANDOM, ONE, SEQUENTIAL, LARGE];
 const NULL_TITLE: &str = "vhost-user-blk, null devices, 4 KiB random read, depth 64";
 
+const ONE_QUEUE: Way = Way::Vhost { queues: 1 };
+const TWO_QUEUES: Way = Way::Vhost { queues: 2 };
+
 const OVER_FILE: [Peer; 5] = [
-    Peer { name: RAW, quick: true, way: Way::Ring { one_by_one: false } },
-    Peer { name: RAW_ONE_BY_ONE, quick: true, way: Way::Ring { one_by_one: true } },
-    Peer { name: LOOP_DIRECT, quick: true, way: Way::RingOnLoop },
-    Peer::vhost(
+    Peer::new(RAW, Way::Ring { one_by_one: false }, ""),
+    Peer::new(RAW_ONE_BY_ONE, Way::Ring { one_by_one: true }, ""),
+    Peer::new(LOOP_DIRECT, Way::RingOnLoop, ""),
+    Peer::new(
         QEMU,
+        ONE_QUEUE,
         "qemu-storage-daemon --blockdev \
          driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring --export \
          type=vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={socket},writable=on",
-        1,
     ),
-    Peer::vhost(
-        BLKQ,
-        "blkq attach {image} --name disk --foreground --direct-io on --export vhost-user-blk",
-        1,
-    ),
+    Peer::new(BLKQ, ONE_QUEUE, "blkq {image} --direct-io on --export vhost-user-blk"),
 ];
 
 const OVER_NOTHING: [Peer; 4] = [
-    Peer::vhost(
+    Peer::new(
         "qemu-storage-daemon vhost-user null-co",
+        ONE_QUEUE,
         "qemu-storage-daemon --blockdev driver=null-co,node-name=disk,size={bytes} --export \
          type=vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={socket},writable=on",
-        1,
     ),
-    Peer::vhost(
+    Peer::new(
         "qemu-storage-daemon vhost-user null-co, 2 queues",
+        TWO_QUEUES,
         "qemu-storage-daemon --blockdev driver=null-co,node-name=disk,size={bytes} --export \
          type=vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={socket},writable=on,\
          num-queues=2",
-        2,
     ),
-    Peer::vhost(BLKQ_NULL, "blkq attach null:{bytes} --name disk --foreground --export vhost-user-blk", 1),
-    Peer::vhost(
-        BLKQ_NULL_2,
-        "blkq attach null:{bytes} --name disk --foreground --queues 2 --export vhost-user-blk",
-        2,
-    ),
+    Peer::new(BLKQ_NULL, ONE_QUEUE, "blkq null:{bytes} --export vhost-user-blk"),
+    Peer::new(BLKQ_NULL_2, TWO_QUEUES, "blkq null:{bytes} --queues 2 --export vhost-user-blk"),
 ];
 
 /// Whether `peer` does `job`. io_uring with one call per I/O does sequential jobs only, as the base for the gain of
