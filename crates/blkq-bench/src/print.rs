@@ -174,14 +174,8 @@ fn measured_ratio(effect: &Effect) -> String {
 /// Wraps `text` after `head`; the other lines are indented to the width of `head`.
 fn paragraph(head: &str, text: &str) -> String {
     let indent = if head.is_empty() { 2 } else { head.len() };
-    let mut paragraph = String::new();
-    for (index, line) in summary::wrap_characters(text, WIDTH - indent).iter().enumerate() {
-        match index {
-            0 => paragraph += &format!("{head}{line}\n"),
-            _ => paragraph += &format!("{:indent$}{line}\n", ""),
-        }
-    }
-    paragraph
+    let lines = summary::wrap_characters(text, WIDTH - indent);
+    format!("{head}{}\n", lines.join(&format!("\n{:indent$}", "")))
 }
 
 /// Aligns columns: the first to the left, the others to the right. Text that is too long for the first column is

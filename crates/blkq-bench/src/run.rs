@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::result::{Results, SCHEMA};
 use crate::tables::TABLES;
-use crate::{Arguments, Result, What, interrupt, print, report};
+use crate::{Arguments, Result, What, ensure, interrupt, print, report};
 
 const FILE_BYTES: u64 = 1 << 30;
 const FILE_BYTES_QUICK: u64 = 256 << 20;
@@ -19,10 +19,10 @@ const FILE_BYTES_MIN: u64 = 64 << 20;
 /// Measures the chosen tables, prints each of them as soon as it is measured, and writes the outputs.
 pub fn run(arguments: &Arguments) -> Result<Results> {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
-    if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {
-        return Err("--size must be at least 64M and a multiple of 1M".into());
-    }
-    let outputs = Outputs::check(arguments)?;
+    ensure(bytes >= FILE_BYTES_MIN && bytes.is_multiple_of(1 << 20), || {
+        "--size must be at least 64M and a multiple of 1M".into()
+    })?;
+    arguments.check_outputs()?;
     interrupt::watch()?;
     let pace = Pace::new(arguments.quick);
     let chosen: Vec<_> =
@@ -50,42 +50,33 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         bench.file()?;
     }
     let mut planned_so_far = 0.0;
-    outputs.print(print::LEGEND)?;
+    arguments.print(print::LEGEND)?;
     for table in chosen {
         let measured = (table.run)(&mut bench)?;
         planned_so_far += (table.planned_seconds)(&pace);
         bench.progress.over_seconds = planned_so_far;
         bench.progress.clear();
-        outputs.print(&format!("\n{}", print::table(&measured)))?;
+        arguments.print(&format!("\n{}", print::table(&measured)))?;
         results.tables.push(measured);
     }
     results.machine.file_system =
         bench.file.as_ref().and_then(|file| crate::machine::file_system(&file.path));
     results.elapsed_seconds = began.elapsed().as_secs_f64();
-    outputs.write(&results)?;
+    arguments.write(&results)?;
     Ok(results)
 }
 
-struct Outputs<'a> {
-    json: Option<&'a Path>,
-    report: Option<&'a Path>,
-}
-
-impl Outputs<'_> {
+impl Arguments {
     /// Checks before the measurement that all outputs can be written.
-    fn check(arguments: &Arguments) -> Result<Outputs<'_>> {
-        let outputs = Outputs { json: arguments.json.as_deref(), report: arguments.report.as_deref() };
-        if let Some(path) = outputs.json.filter(|_| !outputs.json_to_stdout()) {
+    fn check_outputs(&self) -> Result {
+        if let Some(path) = self.json.as_deref().filter(|_| !self.json_to_stdout()) {
             report::check_json(path)?;
         }
-        if let Some(directory) = outputs.report {
-            report::check(directory)?;
-        }
-        Ok(outputs)
+        self.report.as_deref().map_or(Ok(()), report::check)
     }
 
     fn json_to_stdout(&self) -> bool {
-        self.json == Some(Path::new("-"))
+        self.json.as_deref() == Some(Path::new("-"))
     }
 
     fn print(&self, text: &str) -> Result {
@@ -93,12 +84,12 @@ impl Outputs<'_> {
     }
 
     fn write(&self, results: &Results) -> Result {
-        match self.json {
+        match &self.json {
             Some(_) if self.json_to_stdout() => print_out(&report::json(results)?)?,
             Some(path) => report::write_json(results, path)?,
             None => {}
         }
-        if let Some(directory) = self.report {
+        if let Some(directory) = &self.report {
             report::write(results, directory)?;
             self.print(&format!("\nreport: {}\n", directory.join(report::PAGE).display()))?;
         }

@@ -110,12 +110,6 @@ impl File {
         self.pages
     }
 
-    /// Number of cached pages, and the capacity of the cache.
-    #[cfg(test)]
-    pub fn cached(&self) -> (usize, usize) {
-        (self.cache.len(), self.cache.capacity())
-    }
-
     pub fn read(&mut self, page: u64, into: &mut [u8]) -> Result {
         self.reap()?;
         let sequential = self.previous.map_or(page == 0, |previous| page == previous + 1);

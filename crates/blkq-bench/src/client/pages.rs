@@ -43,11 +43,6 @@ impl Pages {
         self.slots.len()
     }
 
-    #[cfg(test)]
-    pub fn len(&self) -> usize {
-        self.index.len()
-    }
-
     /// Number of pages that are dirty or being written.
     pub fn unwritten(&self) -> usize {
         self.dirty.len() + self.writing

@@ -1,13 +1,12 @@
 //! Generates the same load on different targets: raw io_uring on the file ([`raw`]), threads with blocking calls on the
 //! file ([`workers`]), a queue that the measuring thread owns ([`local`]), threads that submit through an engine
-//! ([`submitters`]), io_uring operations without effect ([`nop`]), and a vhost-user-blk server ([`mod@vhost`]).
+//! ([`submitters`]), and a vhost-user-blk server ([`mod@vhost`]).
 
 use blkq::random::Random;
 
 use crate::shuffle::Shuffle;
 
 pub mod local;
-pub mod nop;
 pub mod raw;
 pub mod submitters;
 pub mod vhost;

@@ -1,5 +1,5 @@
-//! io_uring directly on the file: the upper limit for a block layer on the file. The ring has the same flags as the rings
-//! of blkq.
+//! io_uring directly on the file: the upper limit for a block layer on the file; and io_uring operations without effect.
+//! The ring has the same flags as the rings of blkq.
 
 use std::fs::OpenOptions;
 use std::io::{Seek, SeekFrom};
@@ -88,8 +88,24 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     Ok(run.per_io(Metric::EntersPerIo, enters).per_io(Metric::SubmissionsPerIo, submissions))
 }
 
+/// Submits batches of `batch` operations IORING_OP_NOP and reaps their completions, for `length`: the rate of a kernel
+/// interface that takes a batch per system call and does nothing.
+pub fn run_nops(batch: usize, length: Duration) -> Result<Run> {
+    let mut ring = ring()?;
+    let entries = vec![opcode::Nop::new().build(); batch];
+    let mut enters = 0;
+    let run = timed(length, || {
+        // SAFETY: the operation uses no memory and no file.
+        unsafe { ring.submission().push_multiple(&entries)? };
+        ring.submit_and_wait(batch)?;
+        enters += 1;
+        Ok(ring.completion().count() as u64)
+    })?;
+    Ok(run.per_io(Metric::EntersPerIo, enters))
+}
+
 /// Creates a ring with the flags that blkq uses.
-pub fn ring() -> Result<IoUring> {
+fn ring() -> Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
     Ok(builder.build(ENTRIES)?)

@@ -36,28 +36,21 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     pace_of(pace).cost(4) + (1 + SEARCHES) as f64 * SEARCH.as_secs_f64()
 }
 
-/// A disk with a limit that follows the ceiling.
-struct Limited {
-    disk: Arc<Disk>,
-    _limiter: AutoLimiter,
+/// Starts a limit that follows the ceiling of `disk`, and runs `load` until the ceiling is found, at most [`SEARCHES`]
+/// times. Dropping the result stops the limit.
+fn search(disk: &Arc<Disk>, load: &Load) -> Result<AutoLimiter> {
+    let limiter = AutoLimiter::start(disk)?;
+    for _ in 0..SEARCHES {
+        local::run(disk, load, SEARCH)?;
+        if has_ceiling(disk) {
+            break;
+        }
+    }
+    Ok(limiter)
 }
 
-impl Limited {
-    /// Runs `load` until the ceiling is found, at most [`SEARCHES`] times.
-    fn search(disk: Arc<Disk>, load: &Load) -> Result<Limited> {
-        let limited = Limited { _limiter: AutoLimiter::start(&disk)?, disk };
-        for _ in 0..SEARCHES {
-            local::run(&limited.disk, load, SEARCH)?;
-            if limited.has_ceiling() {
-                break;
-            }
-        }
-        Ok(limited)
-    }
-
-    fn has_ceiling(&self) -> bool {
-        matches!(self.disk.ceiling(), Ceiling::Found(_))
-    }
+fn has_ceiling(disk: &Disk) -> bool {
+    matches!(disk.ceiling(), Ceiling::Found(_))
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
@@ -107,8 +100,8 @@ fn compare(
     driver: impl Fn() -> Result<Box<dyn Driver>>,
 ) -> Result<(Comparison, bool)> {
     let open = || -> Result<Arc<Disk>> { Ok(Disk::builder(driver()?).build()?) };
-    let plain = open()?;
-    let limited = bench.progress.aside(|_| Limited::search(open()?, load))?;
+    let (plain, limited) = (open()?, open()?);
+    let _limiter = bench.progress.aside(|_| search(&limited, load))?;
     let on = |disk: Arc<Disk>| {
         move |length| -> Result<Run> {
             let before = disk.stats();
@@ -118,12 +111,12 @@ fn compare(
             Ok(run.with(Metric::LatencyP50Us, us(50.0)).with(Metric::LatencyP99Us, us(99.0)))
         }
     };
-    let cases = vec![case("no limit", on(plain)), case("auto", on(limited.disk.clone()))];
+    let cases = vec![case("no limit", on(plain)), case("auto", on(limited.clone()))];
     let pace = pace_of(&bench.pace);
     let mut comparison = bench.compare_at(pace, title, cases)?;
     let metrics = [Metric::Iops, Metric::LatencyP50Us, Metric::LatencyP99Us];
     comparison.add_effects("limit", "no limit", "auto", metrics.map(|metric| (metric, None)));
-    Ok((comparison, limited.has_ceiling()))
+    Ok((comparison, has_ceiling(&limited)))
 }
 
 fn ratio(comparison: &Comparison, metric: Metric) -> f64 {

@@ -7,7 +7,7 @@ use blkq::drivers::ram::Ram;
 
 use super::common::{direct_reader, null};
 use crate::bench::{Bench, CaseRun, Pace, case};
-use crate::load::{Load, Pattern, local, nop, raw};
+use crate::load::{Load, Pattern, local, raw};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost};
@@ -66,7 +66,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
         match name {
             NULL => Box::new(move |length| local::run(null_disk, &load, length)),
             RAM => Box::new(move |length| local::run(ram, &load, length)),
-            _ => Box::new(move |length| nop::run(batch, length)),
+            _ => Box::new(move |length| raw::run_nops(batch, length)),
         }
     };
     let names = [NULL, RAM, NOP];
@@ -87,7 +87,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let line = |name, count| -> CaseRun<'_> {
         Box::new(move |length| {
             if name == NOP {
-                return on_threads(count, |_| nop::run(32, length));
+                return on_threads(count, |_| raw::run_nops(32, length));
             }
             let disk = Disk::builder(null(1 << 40)?).queues(count).build()?;
             on_threads(count, |index| {
