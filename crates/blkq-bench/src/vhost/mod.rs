@@ -74,14 +74,14 @@ impl FrontEnd {
         let protocol_features = accepted("protocol features", offered, PROTOCOL_REQUIRED, PROTOCOL_ACCEPTED)?;
         connection.send(connection::SET_PROTOCOL_FEATURES, &[protocol_features])?;
         connection.set(connection::SET_FEATURES, &[features], None)?;
-        let (memory, layouts) = queue::lay_out(options)?;
-        let memory = Arc::new(memory);
+        let queue_bytes = queue::memory_bytes(options);
+        let memory = Arc::new(SharedMemory::new(queue_bytes * options.queues)?);
         // One region, which begins at its own offset 0 in the file.
         let table = [1, GUEST_START, memory.len() as u64, memory.address(), 0];
         connection.set(connection::SET_MEM_TABLE, &table, Some(memory.as_fd()))?;
         let mut queues = Vec::with_capacity(options.queues);
-        for (index, layout) in layouts.into_iter().enumerate() {
-            let queue = Queue::new(&memory, layout, options)?;
+        for index in 0..options.queues {
+            let queue = Queue::new(&memory, index * queue_bytes, options)?;
             queue.hand_over(index as u32, &mut connection)?;
             queues.push(queue);
         }

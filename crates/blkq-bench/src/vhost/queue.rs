@@ -35,41 +35,24 @@ pub struct Request {
     pub bytes: usize,
 }
 
-/// Offsets of the parts of a queue in the memory.
-pub(super) struct Layout {
-    pub(super) descriptors: usize,
-    pub(super) driver: usize,
-    pub(super) device: usize,
-    pub(super) slots: usize,
-    pub(super) data: usize,
-}
+/// Offsets of the parts of a queue in its memory, which begins with the descriptors: the driver's ring, the device's
+/// ring, the slots, and their data.
+pub(super) const DRIVER_AT: usize = PAGE_BYTES;
+pub(super) const DEVICE_AT: usize = 2 * PAGE_BYTES;
+const SLOTS_AT: usize = 3 * PAGE_BYTES;
+const DATA_AT: usize = SLOTS_AT + SLOT_BYTES * RING_SIZE as usize;
 
-/// Allocates memory for all queues, and lays out each queue in it.
-pub(super) fn lay_out(options: &Options) -> Result<(SharedMemory, Vec<Layout>)> {
-    let size = usize::from(RING_SIZE);
-    assert!(options.slots <= size, "{} requests do not fit into a ring of {size}", options.slots);
-    let mut end = 0;
-    let mut take = |bytes: usize| {
-        let at = end;
-        end += bytes.next_multiple_of(PAGE_BYTES);
-        at
-    };
-    let layouts = (0..options.queues)
-        .map(|_| Layout {
-            descriptors: take(DESCRIPTOR_BYTES * size),
-            driver: take(6 + 2 * size),
-            device: take(6 + 8 * size),
-            slots: take(SLOT_BYTES * options.slots),
-            data: take(options.data_bytes.next_multiple_of(PAGE_BYTES) * options.slots),
-        })
-        .collect();
-    Ok((SharedMemory::new(end)?, layouts))
+/// Size of the memory of each queue.
+pub(super) fn memory_bytes(options: &Options) -> usize {
+    assert!(options.slots <= RING_SIZE.into(), "{} requests do not fit into a ring", options.slots);
+    DATA_AT + options.slots * options.data_bytes.next_multiple_of(PAGE_BYTES)
 }
 
 /// A queue, used by one thread at a time.
 pub struct Queue {
     memory: Arc<SharedMemory>,
-    layout: Layout,
+    /// Offset of the queue's part of the memory.
+    start: usize,
     data_bytes: usize,
     kick: OwnedFd,
     call: OwnedFd,
@@ -83,10 +66,10 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub(super) fn new(memory: &Arc<SharedMemory>, layout: Layout, options: &Options) -> Result<Queue> {
+    pub(super) fn new(memory: &Arc<SharedMemory>, start: usize, options: &Options) -> Result<Queue> {
         Ok(Queue {
             memory: Arc::clone(memory),
-            layout,
+            start,
             data_bytes: options.data_bytes,
             kick: eventfd(0, EventfdFlags::CLOEXEC)?,
             call: eventfd(0, EventfdFlags::CLOEXEC)?,
@@ -99,11 +82,10 @@ impl Queue {
 
     /// Describes the ring to the server as ring number `index`.
     pub(super) fn hand_over(&self, index: u32, connection: &mut Connection) -> Result {
-        let user = |offset: usize| self.memory.address() + offset as u64;
-        let Layout { descriptors, driver, device, .. } = self.layout;
+        let user = |offset: usize| self.memory.address() + (self.start + offset) as u64;
         let number = u64::from(index);
         // struct vhost_vring_addr, without flags and without a log of dirty pages.
-        let addresses = [number, user(descriptors), user(device), user(driver), 0];
+        let addresses = [number, user(0), user(DEVICE_AT), user(DRIVER_AT), 0];
         connection.set(connection::SET_VRING_NUM, &vring_state(index, u32::from(RING_SIZE)), None)?;
         connection.set(connection::SET_VRING_BASE, &vring_state(index, u32::from(self.used)), None)?;
         connection.set(connection::SET_VRING_ADDR, &addresses, None)?;
@@ -112,11 +94,11 @@ impl Queue {
     }
 
     fn slot_at(&self, slot: usize) -> usize {
-        self.layout.slots + slot * SLOT_BYTES
+        self.start + SLOTS_AT + slot * SLOT_BYTES
     }
 
     fn data_at(&self, slot: usize) -> usize {
-        self.layout.data + slot * self.data_bytes.next_multiple_of(PAGE_BYTES)
+        self.start + DATA_AT + slot * self.data_bytes.next_multiple_of(PAGE_BYTES)
     }
 
     fn descriptor(&self, at: usize, offset: usize, bytes: usize, flags: u16, next: u16) {
@@ -147,10 +129,10 @@ impl Queue {
             self.descriptor(table + DESCRIPTOR_BYTES * index, offset, bytes, flags, (index + 1) as u16);
         }
         // The descriptor in the ring has the number of its slot.
-        let at = self.layout.descriptors + DESCRIPTOR_BYTES * slot;
+        let at = self.start + DESCRIPTOR_BYTES * slot;
         self.descriptor(at, table, DESCRIPTOR_BYTES * parts.len(), INDIRECT, 0);
         let entry = usize::from(self.available % RING_SIZE);
-        self.memory.store_u16(self.layout.driver + 4 + 2 * entry, slot as u16);
+        self.memory.store_u16(self.start + DRIVER_AT + 4 + 2 * entry, slot as u16);
         self.available = self.available.wrapping_add(1);
     }
 
@@ -161,11 +143,12 @@ impl Queue {
         if before == self.available {
             return Ok(false);
         }
-        self.memory.atomic_u16(self.layout.driver + 2).store(self.available.to_le(), Ordering::Release);
+        let index = self.memory.atomic_u16(self.start + DRIVER_AT + 2);
+        index.store(self.available.to_le(), Ordering::Release);
         // Orders the store of the index before the load of the server's event index: either the server sees the new
         // index, or this side sees that the server waits for a kick. Only SeqCst orders a store before a load.
         fence(Ordering::SeqCst);
-        let event = self.memory.atomic_u16(self.layout.device + 4 + 8 * usize::from(RING_SIZE));
+        let event = self.memory.atomic_u16(self.start + DEVICE_AT + 4 + 8 * usize::from(RING_SIZE));
         let event = u16::from_le(event.load(Ordering::Relaxed));
         let wanted = self.available.wrapping_sub(event).wrapping_sub(1) < self.available.wrapping_sub(before);
         if wanted {
@@ -175,7 +158,7 @@ impl Queue {
     }
 
     fn used_index(&self) -> u16 {
-        u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
+        u16::from_le(self.memory.atomic_u16(self.start + DEVICE_AT + 2).load(Ordering::Acquire))
     }
 
     /// Passes the slot and the status of each completed request to `completed`. Fails if the server completes a request
@@ -183,7 +166,7 @@ impl Queue {
     pub fn reap(&mut self, mut completed: impl FnMut(usize, u8)) -> Result {
         let end = self.used_index();
         while self.used != end {
-            let at = self.layout.device + 4 + 8 * usize::from(self.used % RING_SIZE);
+            let at = self.start + DEVICE_AT + 4 + 8 * usize::from(self.used % RING_SIZE);
             self.used = self.used.wrapping_add(1);
             let slot = self.memory.load_u32(at) as usize;
             let in_flight = self.in_flight.get_mut(slot).is_some_and(std::mem::take);
@@ -201,7 +184,7 @@ impl Queue {
     pub fn wait(&mut self, limit: Duration) -> Result<u32> {
         let time: rustix::event::Timespec = limit.try_into()?;
         for calls in 0.. {
-            self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(RING_SIZE), self.used);
+            self.memory.store_u16(self.start + DRIVER_AT + 4 + 2 * usize::from(RING_SIZE), self.used);
             // Orders the store of the event index before the load of the used index, as in `publish`.
             fence(Ordering::SeqCst);
             if self.used_index() != self.used {

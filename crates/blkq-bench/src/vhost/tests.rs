@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::memory::SharedMemory;
 use super::options::RING_SIZE;
-use super::queue::{Layout, Queue, Request, lay_out};
+use super::queue::{DEVICE_AT, DRIVER_AT, Queue, Request, memory_bytes};
 use super::{CONFIG_BYTES, Config, GUEST_START, Options};
 
 /// A buffer: its offset in memory, its size, and whether the device writes it.
@@ -16,9 +16,6 @@ const SOON: Duration = Duration::from_millis(200);
 
 struct Device {
     memory: Arc<SharedMemory>,
-    descriptors: usize,
-    driver: usize,
-    device: usize,
     available: u16,
     used: u16,
 }
@@ -26,12 +23,9 @@ struct Device {
 impl Device {
     fn queue() -> (Queue, Device) {
         let options = Options { queues: 1, slots: 4, data_bytes: 4096 };
-        let (memory, mut layouts) = lay_out(&options).unwrap();
-        let memory = Arc::new(memory);
-        let layout = layouts.remove(0);
-        let Layout { descriptors, driver, device, .. } = layout;
-        let queue = Queue::new(&memory, layout, &options).unwrap();
-        (queue, Device { memory, descriptors, driver, device, available: 0, used: 0 })
+        let memory = Arc::new(SharedMemory::new(memory_bytes(&options)).unwrap());
+        let queue = Queue::new(&memory, 0, &options).unwrap();
+        (queue, Device { memory, available: 0, used: 0 })
     }
 
     fn read(&self, offset: usize, bytes: &mut [u8]) {
@@ -52,12 +46,12 @@ impl Device {
 
     /// The next available request: its head descriptor, and its buffers.
     fn pop(&mut self) -> Option<(u16, Vec<Buffer>)> {
-        if self.u16_at(self.driver + 2) == self.available {
+        if self.u16_at(DRIVER_AT + 2) == self.available {
             return None;
         }
-        let head = self.u16_at(self.driver + 4 + 2 * usize::from(self.available % RING_SIZE));
+        let head = self.u16_at(DRIVER_AT + 4 + 2 * usize::from(self.available % RING_SIZE));
         self.available = self.available.wrapping_add(1);
-        let (mut table, mut at) = (self.descriptors, usize::from(head));
+        let (mut table, mut at) = (0, usize::from(head));
         let mut buffers = Vec::new();
         loop {
             let mut bytes = [0; 16];
@@ -79,11 +73,11 @@ impl Device {
     }
 
     fn push(&mut self, head: u16, written: u32) {
-        let at = self.device + 4 + 8 * usize::from(self.used % RING_SIZE);
+        let at = DEVICE_AT + 4 + 8 * usize::from(self.used % RING_SIZE);
         self.memory.store_u32(at, u32::from(head));
         self.memory.store_u32(at + 4, written);
         self.used = self.used.wrapping_add(1);
-        self.memory.atomic_u16(self.device + 2).store(self.used.to_le(), Ordering::Release);
+        self.memory.atomic_u16(DEVICE_AT + 2).store(self.used.to_le(), Ordering::Release);
     }
 
     fn complete_read(&mut self, head: u16, buffers: &[Buffer], value: u8) {
@@ -139,7 +133,7 @@ fn a_server_is_kicked_only_when_it_requests_a_kick() {
     assert!(queue.publish().unwrap(), "the server waits for index 0");
     queue.submit(1, &read(0));
     assert!(!queue.publish().unwrap(), "the server does not wait for index 1");
-    device.memory.store_u16(device.device + 4 + 8 * usize::from(RING_SIZE), 2);
+    device.memory.store_u16(DEVICE_AT + 4 + 8 * usize::from(RING_SIZE), 2);
     queue.submit(2, &read(0));
     assert!(queue.publish().unwrap());
     assert_eq!(std::iter::from_fn(|| device.pop()).count(), 3);
