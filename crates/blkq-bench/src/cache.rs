@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::{Result, ensure};
@@ -11,33 +13,17 @@ use crate::{Result, ensure};
 /// System call number of cachestat (Linux 6.5), the same on all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// This and [`Cachestat`] are the structures of include/uapi/linux/mman.h.
-#[repr(C)]
-struct CachestatRange {
-    off: u64,
-    len: u64,
-}
-
-#[repr(C)]
-#[derive(Default)]
-struct Cachestat {
-    nr_cache: u64,
-    nr_dirty: u64,
-    nr_writeback: u64,
-    nr_evicted: u64,
-    nr_recently_evicted: u64,
-}
-
 /// Bytes of `file` in the page cache, counted with cachestat, or with mincore before Linux 6.5.
 pub fn cached_bytes(file: &File) -> Result<u64> {
     let page = rustix::param::page_size() as u64;
-    let range = CachestatRange { off: 0, len: 0 };
-    let mut found = Cachestat::default();
-    // SAFETY: both structures have the kernel's layout and outlive the call.
+    // struct cachestat_range (offset and length; 0 is the whole file), and struct cachestat, which begins with nr_cache
+    // (include/uapi/linux/mman.h).
+    let (range, mut found) = ([0_u64; 2], [0_u64; 5]);
+    // SAFETY: both arrays have the layout of the kernel's structures, and outlive the call.
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
     if result == 0 {
-        return Ok(found.nr_cache * page);
+        return Ok(found[0] * page);
     }
     let length = file.metadata()?.len() as usize;
     if length == 0 {
@@ -47,13 +33,9 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
     // SAFETY: the mapping is new, covers the whole file, is not accessed, and is unmapped below. `resident` has one
     // byte for each of its pages.
     let result = unsafe {
-        let map =
-            libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
-        if map == libc::MAP_FAILED {
-            return Err(std::io::Error::last_os_error().into());
-        }
+        let map = mmap(std::ptr::null_mut(), length, ProtFlags::READ, MapFlags::SHARED, file, 0)?;
         let result = libc::mincore(map, length, resident.as_mut_ptr());
-        libc::munmap(map, length);
+        munmap(map, length)?;
         result
     };
     if result != 0 {

@@ -12,16 +12,10 @@ const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 
-/// struct loop_config, with its struct loop_info64 (include/uapi/linux/loop.h). The fields without a name here stay 0.
-#[repr(C)]
-struct LoopConfig {
-    fd: u32,
-    before_flags: [u32; 14],
-    lo_flags: u32,
-    after_flags: [u32; 60],
-}
-
-const _: () = assert!(size_of::<LoopConfig>() == 304 && std::mem::offset_of!(LoopConfig, lo_flags) == 60);
+/// Size of struct loop_config, which begins with the file descriptor, and offset of lo_flags in it; both in words of 32
+/// bits.
+const CONFIG_WORDS: usize = 304 / 4;
+const FLAGS_AT: usize = 60 / 4;
 
 /// Maximum number of attempts: another process may attach the free device first.
 const TRIES: usize = 16;
@@ -51,12 +45,9 @@ impl KernelLoop {
             ensure(number >= 0, || format!("no free loop device: {}", std::io::Error::last_os_error()))?;
             let path = PathBuf::from(format!("/dev/loop{number}"));
             let device = both(&path)?;
-            let config = LoopConfig {
-                fd: backing.as_raw_fd() as u32,
-                before_flags: [0; 14],
-                lo_flags: LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 },
-                after_flags: [0; 60],
-            };
+            let mut config = [0_u32; CONFIG_WORDS];
+            config[0] = backing.as_raw_fd() as u32;
+            config[FLAGS_AT] = LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 };
             // SAFETY: the kernel reads the structure during the call.
             if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) } != 0 {
                 let error = std::io::Error::last_os_error();
