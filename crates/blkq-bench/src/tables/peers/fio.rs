@@ -32,14 +32,14 @@ pub struct Job {
 const LARGE_BYTES: u32 = 128 << 10;
 
 impl Job {
-    pub const fn new(
-        title: &'static str,
-        rw: &'static str,
-        block_bytes: u32,
-        depth: usize,
-        quick: bool,
-    ) -> Job {
-        Job { title, rw, block_bytes, depth, quick }
+    /// A job of quick runs.
+    pub const fn new(title: &'static str, rw: &'static str, block_bytes: u32, depth: usize) -> Job {
+        Job { title, rw, block_bytes, depth, quick: true }
+    }
+
+    /// This job, omitted from quick runs.
+    pub const fn not_quick(self) -> Job {
+        Job { quick: false, ..self }
     }
 
     /// This workload for a client in this process.

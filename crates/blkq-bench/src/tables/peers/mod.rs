@@ -18,15 +18,15 @@ mod vhost;
 use fio::Job;
 use peer::{BLKQ, BLKQ_NBD, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
 
-const RANDOM: Job = Job::new("4 KiB random read, depth 64", "randread", 4096, 64, true);
-const ONE: Job = Job::new("4 KiB random read, depth 1", "randread", 4096, 1, true);
-const SEQUENTIAL: Job = Job::new("4 KiB sequential read, depth 64", "read", 4096, 64, true);
+const RANDOM: Job = Job::new("4 KiB random read, depth 64", "randread", 4096, 64);
+const ONE: Job = Job::new("4 KiB random read, depth 1", "randread", 4096, 1);
+const SEQUENTIAL: Job = Job::new("4 KiB sequential read, depth 64", "read", 4096, 64);
 const JOBS: [Job; 5] = [
     RANDOM,
     ONE,
     SEQUENTIAL,
-    Job::new("256 KiB sequential read, depth 8", "read", 256 << 10, 8, false),
-    Job::new("4 KiB random write, depth 64", "randwrite", 4096, 64, false),
+    Job::new("256 KiB sequential read, depth 8", "read", 256 << 10, 8).not_quick(),
+    Job::new("4 KiB random write, depth 64", "randwrite", 4096, 64).not_quick(),
 ];
 
 const QEMU_NBD: &str = "qemu-nbd";

@@ -242,7 +242,7 @@ impl Peer {
             Way::RingOnLoop => return attached(true, Access::Ring),
             Way::Nbd => {
                 let mut server = serve(Stdio::null())?;
-                await_greeting(&socket, &mut server)?;
+                await_server(&mut server, || check_greeting(&socket))?;
                 (Access::Fio(fio::on_nbd(&socket)), Some(server))
             }
             Way::Device => {
@@ -259,7 +259,9 @@ impl Peer {
             }
             Way::Vhost { queues } => {
                 let mut server = serve(Stdio::null())?;
-                (Access::Guest(connect(&socket, &mut server, &job.load(), queues)?), Some(server))
+                // A server may accept only one client, which a trial connection would use up.
+                let client = await_server(&mut server, || Client::connect(&socket, &job.load(), queues))?;
+                (Access::Guest(client), Some(server))
             }
         };
         Ok(Ready { access, server, _device: None })
@@ -422,36 +424,27 @@ fn command(words: &str, place: &Place, socket: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Waits until the server at `socket` greets a client.
-fn await_greeting(socket: &Path, server: &mut Child) -> Result {
+/// Tries `connect` again while it fails with a [`std::io::Error`], because the server does not listen yet. Fails if the
+/// server exits, or after [`READY_WAIT`].
+fn await_server<T>(server: &mut Child, connect: impl Fn() -> Result<T>) -> Result<T> {
     let until = Instant::now() + READY_WAIT;
     while Instant::now() < until {
         server.check()?;
-        let mut greeting = [0; GREETING.len()];
-        if let Ok(mut stream) = UnixStream::connect(socket) {
-            stream.set_read_timeout(Some(READY_WAIT))?;
-            if stream.read_exact(&mut greeting).is_ok() && greeting == *GREETING {
-                return Ok(());
-            }
+        match connect() {
+            Err(error) if error.is::<std::io::Error>() => std::thread::sleep(POLL_INTERVAL),
+            connected => return connected,
         }
-        std::thread::sleep(POLL_INTERVAL);
     }
     Err(format!("the server did not start within {READY_WAIT:?}").into())
 }
 
-/// Connects a guest to the server at `socket`, as soon as the server listens.
-fn connect(socket: &Path, server: &mut Child, load: &Load, queues: usize) -> Result<Client> {
-    let until = Instant::now() + READY_WAIT;
-    loop {
-        server.check()?;
-        // Retries the connection of the client itself: a server may accept only one client, so a trial connection would
-        // use it up.
-        match Client::connect(socket, load, queues) {
-            Err(error) if error.is::<std::io::Error>() && Instant::now() < until => {}
-            connected => return connected,
-        }
-        std::thread::sleep(POLL_INTERVAL);
-    }
+/// Connects to the NBD server at `socket`, and checks its greeting.
+fn check_greeting(socket: &Path) -> Result {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(READY_WAIT))?;
+    let mut greeting = [0; GREETING.len()];
+    stream.read_exact(&mut greeting)?;
+    if greeting == *GREETING { Ok(()) } else { Err(std::io::Error::from(ErrorKind::InvalidData).into()) }
 }
 
 /// Processor time that all processors have used, without idle, iowait and steal (proc_stat(5)). The kernel reports ticks

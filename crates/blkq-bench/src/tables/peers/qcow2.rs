@@ -21,12 +21,12 @@ const QEMU_NBD: Peer = Peer::nbd(
 );
 
 const ALLOCATED: [Job; 2] = [
-    Job::new("qcow2, 4 KiB random read of allocated clusters, depth 64", "randread", 4096, 64, true),
-    Job::new("qcow2, 4 KiB random write to allocated clusters, depth 64", "randwrite", 4096, 64, false),
+    Job::new("qcow2, 4 KiB random read of allocated clusters, depth 64", "randread", 4096, 64),
+    Job::new("qcow2, 4 KiB random write to allocated clusters, depth 64", "randwrite", 4096, 64).not_quick(),
 ];
 /// Each write is 64 KiB after the previous one, so it allocates a cluster.
 const ALLOCATING: Job =
-    Job::new("qcow2, 4 KiB write to a new cluster each, depth 64", "write:60k", 4096, 64, false);
+    Job::new("qcow2, 4 KiB write to a new cluster each, depth 64", "write:60k", 4096, 64).not_quick();
 /// Virtual size of the empty image: larger than what a run can write.
 const EMPTY_BYTES: u64 = 1 << 40;
 

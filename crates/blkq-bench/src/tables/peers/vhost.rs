@@ -17,10 +17,12 @@ const QEMU: &str = "qemu-storage-daemon vhost-user";
 const RAW_ONE_BY_ONE: &str = "raw io_uring, one by one";
 
 /// The main workload. Null devices are measured with it too.
-pub const RANDOM: Job = Job::new("vhost-user-blk, 4 KiB random read, depth 64", "randread", 4096, 64, true);
-const ONE: Job = Job::new("vhost-user-blk, 4 KiB random read, depth 1", "randread", 4096, 1, true);
-const SEQUENTIAL: Job = Job::new("vhost-user-blk, 4 KiB sequential read, depth 64", "read", 4096, 64, false);
-const LARGE: Job = Job::new("vhost-user-blk, 256 KiB sequential read, depth 8", "read", 256 << 10, 8, false);
+pub const RANDOM: Job = Job::new("vhost-user-blk, 4 KiB random read, depth 64", "randread", 4096, 64);
+const ONE: Job = Job::new("vhost-user-blk, 4 KiB random read, depth 1", "randread", 4096, 1);
+const SEQUENTIAL: Job =
+    Job::new("vhost-user-blk, 4 KiB sequential read, depth 64", "read", 4096, 64).not_quick();
+const LARGE: Job =
+    Job::new("vhost-user-blk, 256 KiB sequential read, depth 8", "read", 256 << 10, 8).not_quick();
 const JOBS: [Job; 4] = [RANDOM, ONE, SEQUENTIAL, LARGE];
 const NULL_TITLE: &str = "vhost-user-blk, null devices, 4 KiB random read, depth 64";
 
