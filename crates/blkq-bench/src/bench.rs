@@ -52,7 +52,7 @@ impl Bench {
     }
 
     /// Runs every case once per round, in turn (A B C A B C ...).
-    pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
+    pub fn compare(&mut self, title: &str, cases: Vec<NamedRun<'_>>) -> Result<Comparison> {
         self.compare_at(self.pace, title, cases)
     }
 
@@ -61,7 +61,7 @@ impl Bench {
         &mut self,
         pace: Pace,
         title: &str,
-        mut cases: Vec<(String, CaseRun<'_>)>,
+        mut cases: Vec<NamedRun<'_>>,
     ) -> Result<Comparison> {
         let Pace { seconds, rounds, .. } = pace;
         self.progress.begin(title);
@@ -92,10 +92,9 @@ impl Bench {
 }
 
 pub type CaseRun<'a> = Box<dyn FnMut(Duration) -> Result<Run> + 'a>;
+/// A case and its name.
+pub type NamedRun<'a> = (String, CaseRun<'a>);
 
-pub fn case<'a>(
-    name: impl Into<String>,
-    run: impl FnMut(Duration) -> Result<Run> + 'a,
-) -> (String, CaseRun<'a>) {
+pub fn case<'a>(name: impl Into<String>, run: impl FnMut(Duration) -> Result<Run> + 'a) -> NamedRun<'a> {
     (name.into(), Box::new(run))
 }

@@ -82,23 +82,18 @@ fn switches(pid: i32, counts: impl Fn(&str) -> bool) -> Result<u64> {
     Ok(sum)
 }
 
-/// Resident memory of a process in bytes (VmRSS in /proc/PID/status).
-pub fn resident_bytes(pid: i32) -> Result<u64> {
-    status_bytes(pid, "VmRSS")
-}
+/// Resident memory of a process.
+pub const RESIDENT: &str = "VmRSS";
+/// Highest resident memory since the process started, or since [`forget_resident_max`].
+pub const RESIDENT_MAX: &str = "VmHWM";
 
-/// Highest resident memory in bytes (VmHWM) since the process started, or since [`forget_resident_max`].
-pub fn resident_max_bytes(pid: i32) -> Result<u64> {
-    status_bytes(pid, "VmHWM")
-}
-
-/// Resets the maximum that [`resident_max_bytes`] returns to the current resident memory (proc(5),
-/// clear_refs).
+/// Resets [`RESIDENT_MAX`] to the current resident memory (proc(5), clear_refs).
 pub fn forget_resident_max(pid: i32) -> Result {
     Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }
 
-fn status_bytes(pid: i32, key: &str) -> Result<u64> {
+/// [`RESIDENT`] or [`RESIDENT_MAX`] in bytes.
+pub fn memory_bytes(pid: i32, key: &str) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     Ok(bytes_of(&status, key).ok_or_else(|| format!("/proc/{pid}/status: no {key}"))?)
 }
@@ -124,7 +119,7 @@ mod tests {
         let outside = Usage::of(own).unwrap();
         assert!(outside.cpu > Duration::ZERO && outside.cpu + Duration::from_millis(20) >= inside.cpu);
         assert!(Usage::of(i32::MAX).is_err());
-        assert!(resident_max_bytes(own).unwrap() >= 1 << 20);
+        assert!(memory_bytes(own, RESIDENT_MAX).unwrap() >= 1 << 20);
         forget_resident_max(own).unwrap();
     }
 }

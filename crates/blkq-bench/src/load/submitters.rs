@@ -89,8 +89,19 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let region_bytes = disk.limits().capacity_bytes / submitters as u64;
     let windows: Vec<Arc<Window>> = (0..submitters).map(|_| Arc::new(Window::new(load))).collect();
-    let job = |(number, window): (usize, &Arc<Window>), stop: &AtomicBool| {
-        submit(disk, window, load, number as u64 * region_bytes, region_bytes, stop);
+    let submit = |(number, window): (usize, &Arc<Window>), stop: &AtomicBool| {
+        let (mut submitter, mut offsets) = (disk.submitter(), load.offsets(region_bytes));
+        let mut free = Vec::new();
+        while !stop.load(Relaxed) {
+            let Some(buffer) = free.pop() else {
+                free = window.take();
+                continue;
+            };
+            let sector = Sector((number as u64 * region_bytes + offsets.next_bytes()) >> 9);
+            let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
+            let (window, asked_ns) = (window.clone(), monotonic_ns());
+            submitter.submit(bio, move |result, data| window.complete(result, data, asked_ns));
+        }
         Ok(())
     };
     let measure = || -> Result<Run> {
@@ -107,31 +118,8 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
             .per_io(Metric::WakeupsPerIo, wakeups)
             .with(Metric::RequestKib, request_kib))
     };
-    let (_, run, _) = during(windows.iter().enumerate(), Ok, job, measure)?;
+    let (_, run, _) = during(windows.iter().enumerate(), Ok, submit, measure)?;
     run
-}
-
-fn submit(
-    disk: &Arc<Disk>,
-    window: &Arc<Window>,
-    load: &Load,
-    region: u64,
-    region_bytes: u64,
-    stop: &AtomicBool,
-) {
-    let mut submitter = disk.submitter();
-    let mut offsets = load.offsets(region_bytes);
-    let mut free = Vec::new();
-    while !stop.load(Relaxed) {
-        let Some(buffer) = free.pop() else {
-            free = window.take();
-            continue;
-        };
-        let sector = Sector((region + offsets.next_bytes()) >> 9);
-        let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
-        let (window, asked_ns) = (window.clone(), monotonic_ns());
-        submitter.submit(bio, move |result, data| window.complete(result, data, asked_ns));
-    }
 }
 
 /// The rate, latencies and fairness of the I/Os that completed since the start of `stopwatch`.

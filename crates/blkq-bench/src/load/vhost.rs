@@ -15,7 +15,7 @@ const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
 /// A connected front end, with memory for a load.
 pub struct Client {
-    front_end: FrontEnd,
+    pub front_end: FrontEnd,
     bytes: u64,
 }
 
@@ -36,11 +36,6 @@ impl Client {
             return Err(format!("the server offers {} queues only", config.queues).into());
         }
         Ok(Client { front_end, bytes: config.capacity_sectors * 512 })
-    }
-
-    /// Size of the memory that the client shares with the server, in bytes.
-    pub fn memory_bytes(&self) -> usize {
-        self.front_end.memory_bytes()
     }
 
     /// Runs `load` on each queue for `length`, and waits until all requests have completed.

@@ -9,7 +9,7 @@ use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 
 use crate::Result;
-use crate::bench::{CaseRun, case};
+use crate::bench::{NamedRun, case};
 use crate::cache::cold;
 use crate::measurement::Run;
 use crate::metric::Metric;
@@ -43,7 +43,7 @@ pub fn cold_case<'a>(
     name: impl Into<String>,
     omitted: &'a [Metric],
     mut run: impl FnMut(Duration) -> Result<Run> + 'a,
-) -> (String, CaseRun<'a>) {
+) -> NamedRun<'a> {
     case(name, move |length| {
         let mut run = cold(path, || run(length))?;
         run.values.retain(|(metric, _)| !omitted.contains(metric));

@@ -12,14 +12,15 @@ use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::{Load, Pattern};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
-use crate::process::{resident_bytes, worker_switches};
+use crate::process::{RESIDENT, memory_bytes, worker_switches};
 use crate::result::Expected::{AtLeast, AtMost};
 use crate::result::Table;
 use crate::threads::together;
 use crate::{Result, What};
 
 /// Published figures: jobs, name, base, feature, and context switches with the feature / without.
-const PUBLISHED: [(u64, &str, f64, f64, Option<f64>); 8] = [
+type Row = (u64, &'static str, f64, f64, Option<f64>);
+const PUBLISHED: [Row; 8] = [
     (16, "randread", 240.0, 242.0, Some(0.84)),
     (16, "read", 8705.0, 9258.0, Some(0.67)),
     (16, "randwrite", 3763.0, 4577.0, None),
@@ -66,7 +67,7 @@ impl Job {
         let mut files: Vec<File> = (0..self.jobs).map(open).collect();
         let (stopwatch, counts) = together(&mut files, |file| self.one(file, length))?;
         let run = stopwatch.run_of(counts.into_iter().sum())?;
-        let resident = mib(resident_bytes(std::process::id() as i32)?);
+        let resident = mib(memory_bytes(std::process::id() as i32, RESIDENT)?);
         // The workers of a run's engine exit with it, so all of them belong to this run.
         let switches = worker_switches()?;
         drop(files);
@@ -111,8 +112,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.publish(["loop with direct I/O and AIO, Ming Lei, 2015", setting, "IOPS"], rows);
     let file = bench.file()?;
     let (path, bytes) = (file.path.clone(), file.bytes);
-    for published in PUBLISHED {
-        compare(bench, &mut table, &path, bytes, published)?;
+    for row in PUBLISHED {
+        compare(bench, &mut table, &path, bytes, row)?;
     }
     let of = |case: &'static str| table.comparisons.iter().map(move |comparison| comparison.case(case));
     let most = of("direct").map(|case| case.max(Metric::CachedMib)).fold(0.0, f64::max);
@@ -129,13 +130,8 @@ fn row_name(jobs: u64, name: &str) -> String {
     format!("{name}, {jobs} {}", if jobs == 1 { "job" } else { "jobs" })
 }
 
-fn compare(
-    bench: &mut Bench,
-    table: &mut Table,
-    path: &Path,
-    bytes: u64,
-    (jobs, name, base, feature, switches): (u64, &str, f64, f64, Option<f64>),
-) -> Result {
+fn compare(bench: &mut Bench, table: &mut Table, path: &Path, bytes: u64, row: Row) -> Result {
+    let (jobs, name, base, feature, switches) = row;
     let job = &Job { path: path.to_owned(), bytes, jobs, load: Load::named(name, 1) };
     let ways = WAYS.map(|(way, direct_io, dispatch)| {
         cold_case(path, way, &[Metric::NsPerIo], move |length| job.run(direct_io, dispatch, length))

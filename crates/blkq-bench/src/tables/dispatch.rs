@@ -26,7 +26,8 @@ const WRITES_MIN: u64 = (64 << 20) / 4096;
 const OMITTED: [Metric; 4] =
     [Metric::NsPerIo, Metric::ClockReadsPerIo, Metric::SubmissionsPerIo, Metric::CachedMib];
 /// Published IOPS: pattern, before, and with concurrent dispatch.
-const PUBLISHED: [(&str, f64, f64); 4] = [
+type Row = (&'static str, f64, f64);
+const PUBLISHED: [Row; 4] = [
     ("randread", 1740.0, 25_318.0),
     ("read", 42_196.0, 51_771.0),
     ("randwrite", 35_709.0, 34_624.0),
@@ -66,15 +67,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let file = bench.file()?;
     let (path, bytes) = (file.path.clone(), file.bytes);
     let blocks = bytes / 4096;
-    let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
-    for (name, base, feature) in PUBLISHED {
-        let most = match name {
-            "randread" => blocks / READ_SHARE,
-            "read" => blocks,
-            _ => writes,
-        };
-        let load = Load { ios_max: Some(most), ..Load::named(name, DEPTH) };
-        patterns(bench, &mut table, &path, name, load, feature / base)?;
+    for row in PUBLISHED {
+        pattern(bench, &mut table, &path, blocks, row)?;
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
     let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
@@ -84,14 +78,14 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     Ok(table)
 }
 
-fn patterns(
-    bench: &mut Bench,
-    table: &mut Table,
-    path: &Path,
-    name: &str,
-    load: Load,
-    published: f64,
-) -> Result {
+fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: Row) -> Result {
+    let (name, base, feature) = row;
+    let most = match name {
+        "randread" => blocks / READ_SHARE,
+        "read" => blocks,
+        _ => (blocks / WRITE_SHARE).max(WRITES_MIN),
+    };
+    let load = Load { ios_max: Some(most), ..Load::named(name, DEPTH) };
     let one = Load { depth: 1, ..load };
     let on = |name: &str, dispatch, merge| {
         cold_case(path, name, &OMITTED, move |length| on_loop(path, dispatch, merge, &load, length))
@@ -112,7 +106,7 @@ fn patterns(
     let mut effect = |name: &str, base, feature, published| {
         comparison.effect(name, base, feature, Metric::Iops, published).ratio
     };
-    let dispatch = effect("dispatch", "serial", "concurrent", Some(published));
+    let dispatch = effect("dispatch", "serial", "concurrent", Some(feature / base));
     effect("dispatch and merging", "serial, unmerged", "concurrent", None);
     let by_raw = effect("block layer", "raw io_uring", "concurrent", None);
     effect("block layer, relative to one call per I/O", "raw, one by one", "concurrent", None);

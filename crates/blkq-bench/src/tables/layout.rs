@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::common::notes;
-use crate::bench::{Bench, CaseRun, Pace, case};
+use crate::bench::{Bench, NamedRun, Pace, case};
 use crate::load::Load;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, Exactly};
@@ -124,7 +124,7 @@ fn compare<const N: usize>(
     bench: &mut Bench,
     table: &mut Table,
     title: &str,
-    cases: Vec<(String, CaseRun<'_>)>,
+    cases: Vec<NamedRun<'_>>,
     metrics: [(Metric, Option<f64>); N],
 ) -> Result {
     let mut comparison = bench.compare(title, cases)?;

@@ -58,15 +58,16 @@ impl Job {
     }
 }
 
-/// The arguments for I/O on the file or device at `path`.
-pub fn on_path(path: &Path) -> Vec<String> {
+/// The arguments for I/O on the first `bytes` of the file or device at `path`.
+pub fn on_path(path: &Path, bytes: u64) -> Vec<String> {
     let file = format!("--filename={}", path.display());
-    vec!["--ioengine=io_uring".to_owned(), "--direct=1".to_owned(), file]
+    vec!["--ioengine=io_uring".to_owned(), "--direct=1".to_owned(), file, format!("--size={bytes}")]
 }
 
-/// The arguments for I/O on the export `disk` of the NBD server at `socket`.
-pub fn on_nbd(socket: &Path) -> Vec<String> {
-    vec!["--ioengine=nbd".to_owned(), format!("--uri=nbd+unix:///disk?socket={}", socket.display())]
+/// The arguments for I/O on the first `bytes` of the export `disk` of the NBD server at `socket`.
+pub fn on_nbd(socket: &Path, bytes: u64) -> Vec<String> {
+    let uri = format!("--uri=nbd+unix:///disk?socket={}", socket.display());
+    vec!["--ioengine=nbd".to_owned(), uri, format!("--size={bytes}")]
 }
 
 pub struct Report {
@@ -90,22 +91,16 @@ pub fn lacks() -> Option<String> {
     }
 }
 
-/// Runs `job` over the first `bytes` of the target that the arguments `target` select, for `length`; without a length, for one pass over all of them.
+/// Runs `job` on the target that the arguments `target` select, for `length`; without a length, for one pass over it.
 ///
 /// There is no ramp time: fio would not count its I/Os, but the server's usage would include them.
-pub fn run(
-    target: &[String],
-    job: &Job,
-    bytes: u64,
-    length: Option<Duration>,
-    scratch: &Path,
-) -> Result<Report> {
+pub fn run(target: &[String], job: &Job, length: Option<Duration>, scratch: &Path) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
     // With --thread, fio is a single process, so killing it leaves nothing running.
     command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]).args(target);
-    command.args([format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)]);
-    command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
+    let [rw, bs] = [format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)];
+    command.args([rw, bs, format!("--iodepth={}", job.depth)]);
     let mut limit = EXIT_WAIT;
     if let Some(length) = length {
         command.args(["--time_based", &format!("--runtime={}ms", length.as_millis())]);

@@ -13,14 +13,14 @@ use serde_json::Value;
 use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job};
 use super::kernel_loop::KernelLoop;
-use crate::bench::{CaseRun, case};
+use crate::bench::{NamedRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
 use crate::load::vhost::Client;
 use crate::load::{Load, raw};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
-use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
+use crate::process::{RESIDENT, RESIDENT_MAX, Usage, forget_resident_max, memory_bytes};
 use crate::result::{Comparison, Expected, Table};
 use crate::{Result, ensure};
 
@@ -132,7 +132,7 @@ pub fn present(
 }
 
 /// A case for each peer, in which the peer serves `place` for `job`.
-pub fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
+pub fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<NamedRun<'a>> {
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
@@ -230,20 +230,20 @@ impl Peer {
         // A server that was killed has not removed its socket.
         let _ = std::fs::remove_file(&socket);
         let serve = |stdout| Child::start(command(self.words, place, &socket)?, stdout);
-        let attached = |direct, access: fn(PathBuf) -> Access| {
-            let device = KernelLoop::attach(&place.image, direct)?;
-            Ok(Ready { access: access(device.path.clone()), server: None, _device: Some(device) })
+        let on_file = |path: &Path| Access::Fio(fio::on_path(path, place.bytes));
+        let device = match self.way {
+            Way::Loop { direct } => Some(KernelLoop::attach(&place.image, direct)?),
+            Way::RingOnLoop => Some(KernelLoop::attach(&place.image, true)?),
+            _ => None,
         };
-        let on_file = |path: PathBuf| Access::Fio(fio::on_path(&path));
+        let path = device.as_ref().map_or(&place.image, |device| &device.path);
         let (access, server) = match self.way {
-            Way::Raw => (on_file(place.image.clone()), None),
-            Way::Ring { .. } => (Access::Ring(place.image.clone()), None),
-            Way::Loop { direct } => return attached(direct, on_file),
-            Way::RingOnLoop => return attached(true, Access::Ring),
+            Way::Raw | Way::Loop { .. } => (on_file(path), None),
+            Way::Ring { .. } | Way::RingOnLoop => (Access::Ring(path.clone()), None),
             Way::Nbd => {
                 let mut server = serve(Stdio::null())?;
                 await_server(&mut server, || check_greeting(&socket))?;
-                (Access::Fio(fio::on_nbd(&socket)), Some(server))
+                (Access::Fio(fio::on_nbd(&socket, place.bytes)), Some(server))
             }
             Way::Device => {
                 ensure(self.may_be_there(), || {
@@ -255,7 +255,7 @@ impl Peer {
                     BufReader::new(stdout).read_line(&mut line)?;
                 }
                 ensure(!line.is_empty(), || server.exit_message())?;
-                (on_file(PathBuf::from(line.trim())), Some(server))
+                (on_file(line.trim().as_ref()), Some(server))
             }
             Way::Vhost { queues } => {
                 let mut server = serve(Stdio::null())?;
@@ -264,7 +264,7 @@ impl Peer {
                 (Access::Guest(client), Some(server))
             }
         };
-        Ok(Ready { access, server, _device: None })
+        Ok(Ready { access, server, _device: device })
     }
 
     /// Starts the peer, lets the client do `job` for `length`, and stops the peer.
@@ -274,15 +274,14 @@ impl Peer {
         let began = Instant::now();
         let Ready { mut access, server, _device } = self.start(place, job)?;
         let start_ms = began.elapsed().as_secs_f64() * 1e3;
-        let watch =
-            server.map(|server| Watch::begin(self, place, job, server, &access, &image)).transpose()?;
+        let watch = server.map(|server| self.watch(place, job, server, &access)).transpose()?;
         let mut client = None;
         // Processor time of the whole machine during the run, without fio.
         let mut rest = Duration::ZERO;
         let mut run = match &mut access {
             Access::Fio(target) => {
                 let machine = machine_cpu()?;
-                let report = fio::run(target, job, place.bytes, Some(length), &place.scratch)?;
+                let report = fio::run(target, job, Some(length), &place.scratch)?;
                 rest = machine_cpu()?.saturating_sub(machine).saturating_sub(report.process.cpu);
                 client = Some(report.client);
                 report.run
@@ -310,6 +309,23 @@ impl Peer {
             run = run.with(Metric::StartMs, start_ms);
         }
         Ok(run.with(Metric::CachedMib, mib(cached)))
+    }
+
+    /// Warms `server` up if the job requires that, and reads its counters.
+    fn watch<'a>(&'a self, place: &'a Place, job: &Job, server: Child, access: &Access) -> Result<Watch<'a>> {
+        let (mut resident, mut counted) = (None, [0; NBD_COUNTERS.len()]);
+        if let Access::Fio(target) = access {
+            std::thread::sleep(IDLE_TIME);
+            resident = Some(memory_bytes(server.pid, RESIDENT)?);
+            if job.warms_up() {
+                fio::run(target, job, None, &place.scratch)?;
+                evict(&File::open(&place.image)?)?;
+                counted = self.nbd_counters(place)?.unwrap_or(counted);
+            }
+        }
+        forget_resident_max(server.pid)?;
+        let used = Usage::of(server.pid)?;
+        Ok(Watch { peer: self, place, server, resident, used, counted })
     }
 
     /// The values of [`NBD_COUNTERS`] so far, if the peer is blkq as NBD server.
@@ -348,33 +364,9 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// Warms the server up if the job requires that, and reads the counters.
-    fn begin<'a>(
-        peer: &'a Peer,
-        place: &'a Place,
-        job: &Job,
-        server: Child,
-        access: &Access,
-        image: &File,
-    ) -> Result<Watch<'a>> {
-        let (mut resident, mut counted) = (None, [0; NBD_COUNTERS.len()]);
-        if let Access::Fio(target) = access {
-            std::thread::sleep(IDLE_TIME);
-            resident = Some(resident_bytes(server.pid)?);
-            if job.warms_up() {
-                fio::run(target, job, place.bytes, None, &place.scratch)?;
-                evict(image)?;
-                counted = peer.nbd_counters(place)?.unwrap_or(counted);
-            }
-        }
-        forget_resident_max(server.pid)?;
-        let used = Usage::of(server.pid)?;
-        Ok(Watch { peer, place, server, resident, used, counted })
-    }
-
     /// Stops the server, and adds its metrics to `run`.
     fn end(self, mut run: Run, access: Access) -> Result<Run> {
-        let mut resident_max = resident_max_bytes(self.server.pid)?;
+        let mut resident_max = memory_bytes(self.server.pid, RESIDENT_MAX)?;
         let cpu = Usage::of(self.server.pid)?.since(self.used).cpu;
         let counted = self.peer.nbd_counters(self.place)?;
         for ((metric, _), (now, before)) in
@@ -384,7 +376,7 @@ impl Watch<'_> {
         }
         if let Access::Guest(client) = &access {
             // The server maps the guest's memory, so its pages count for the server, too.
-            resident_max = resident_max.saturating_sub(client.memory_bytes() as u64);
+            resident_max = resident_max.saturating_sub(client.front_end.memory_bytes() as u64);
         }
         drop(access);
         let switches = self.server.stop().since(self.used).context_switches;
