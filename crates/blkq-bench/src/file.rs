@@ -12,6 +12,7 @@ use crate::interrupt::Undo;
 use crate::progress::Progress;
 use crate::{Result, ensure};
 
+/// The file is filled in chunks of 1 MiB.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The values of `--file`, `--size` and `--overwrite`.
@@ -19,6 +20,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 pub struct Wanted {
     /// `None`: a temporary file in the current directory.
     pub path: Option<PathBuf>,
+    /// A multiple of 1 MiB.
     pub bytes: u64,
     /// Whether a file that is not empty may be overwritten.
     pub overwrite: bool,
@@ -28,7 +30,7 @@ pub struct Wanted {
 pub struct TestFile {
     pub path: PathBuf,
     pub bytes: u64,
-    _made: Option<Undo>,
+    _made: Undo,
 }
 
 impl TestFile {
@@ -51,17 +53,15 @@ impl TestFile {
             check_existing(&path, metadata, wanted.overwrite)?;
         }
         check_room(&path, existing.as_ref(), wanted.bytes)?;
+        let (is_new, at) = (existing.is_none(), path.clone());
         let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        let (mut file, made) = if existing.is_some() {
-            (options.open(&path).map_err(elsewhere)?, None)
-        } else {
-            let at = path.clone();
-            let remove = move || drop(std::fs::remove_file(at));
-            let (file, undo) =
-                Undo::after(|| options.create_new(true).open(&path), remove).map_err(elsewhere)?;
-            (file, Some(undo))
+        options.read(true).write(true).create_new(is_new);
+        let remove = move || {
+            if is_new {
+                drop(std::fs::remove_file(at))
+            }
         };
+        let (mut file, made) = Undo::after(|| options.open(&path), remove).map_err(elsewhere)?;
         // Removes a created file also if a step below fails.
         let test_file = TestFile { path: path.clone(), bytes: wanted.bytes, _made: made };
         file.set_len(wanted.bytes).map_err(elsewhere)?;
@@ -75,13 +75,10 @@ impl TestFile {
 fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> std::io::Result<()> {
     let mut random = Random::new(bytes);
     let mut chunk = vec![0u8; CHUNK_BYTES];
-    let mut left = bytes;
-    while left > 0 {
+    for left in (0..bytes / CHUNK_BYTES as u64).rev() {
         random.fill(&mut chunk);
-        let now = left.min(CHUNK_BYTES as u64);
-        file.write_all(&chunk[..now as usize])?;
-        left -= now;
-        progress.show(&format!("filling {} ({} MiB left)", path.display(), left >> 20));
+        file.write_all(&chunk)?;
+        progress.show(&format!("filling {} ({left} MiB left)", path.display()));
     }
     file.sync_all()
 }

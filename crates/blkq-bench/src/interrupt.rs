@@ -1,5 +1,6 @@
 //! Cleanup that also runs if a signal ends the measurement.
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 
@@ -7,10 +8,8 @@ use blkq::sync::lock;
 
 use crate::Result;
 
-/// The pending cleanups with their numbers, in the order in which they were registered.
-type PendingCleanups = Vec<(u64, Box<dyn FnOnce() + Send>)>;
-
-static PENDING: Mutex<PendingCleanups> = Mutex::new(Vec::new());
+/// The pending cleanups by their numbers, which are in the order in which they were registered.
+static PENDING: Mutex<BTreeMap<u64, Box<dyn FnOnce() + Send>>> = Mutex::new(BTreeMap::new());
 
 /// Starts a thread that waits for SIGINT, SIGTERM or SIGHUP. On a signal it runs the pending cleanups, the
 /// latest first, clears the progress line, and exits with 128 + the signal number.
@@ -20,7 +19,7 @@ pub fn watch() -> Result {
         if let Some(signal) = signals.forever().next() {
             // The lock is held until the process exits: no cleanup can be registered after this loop.
             let mut pending = lock(&PENDING);
-            while let Some((_, undo)) = pending.pop() {
+            while let Some((_, undo)) = pending.pop_last() {
                 undo();
             }
             if std::io::stderr().is_terminal() {
@@ -45,8 +44,8 @@ impl Undo {
     ) -> std::result::Result<(T, Undo), E> {
         let mut pending = lock(&PENDING);
         let made = make()?;
-        let number = pending.last().map_or(0, |(last, _)| last + 1);
-        pending.push((number, Box::new(undo)));
+        let number = pending.last_key_value().map_or(0, |(last, _)| last + 1);
+        pending.insert(number, Box::new(undo));
         Ok((made, Undo(number)))
     }
 }
@@ -54,8 +53,7 @@ impl Undo {
 impl Drop for Undo {
     fn drop(&mut self) {
         let mut pending = lock(&PENDING);
-        if let Some(index) = pending.iter().position(|(number, _)| *number == self.0) {
-            let (_, undo) = pending.remove(index);
+        if let Some(undo) = pending.remove(&self.0) {
             undo();
         }
     }

@@ -64,7 +64,8 @@ struct Completed {
 pub struct File {
     submitter: Submitter,
     layout: Layout,
-    pages: u64,
+    /// Size of the file in pages.
+    pub pages: u64,
     cache: Pages,
     /// First page and length of each read-ahead in flight.
     reading: VecDeque<(u64, u64)>,
@@ -104,10 +105,6 @@ impl File {
             completed,
             failed: None,
         }
-    }
-
-    pub fn pages(&self) -> u64 {
-        self.pages
     }
 
     pub fn read(&mut self, page: u64, into: &mut [u8]) -> Result {

@@ -23,7 +23,7 @@ fn check(driver: Box<dyn Driver>) {
             scope.spawn(move || {
                 let layout = Layout { file: number, files: 2 };
                 let mut file = File::open(disk, layout, CACHE_PAGES * PAGE_BYTES);
-                let (pages, mut random) = (file.pages(), Random::new(number));
+                let (pages, mut random) = (file.pages, Random::new(number));
                 let mut model = vec![0; pages as usize];
                 let mut bytes = vec![0; PAGE_BYTES];
                 for step in 1..3000_u64 {

@@ -47,7 +47,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
 #[inline]
 fn turn(queue: &mut LocalQueue, load: &Load, offsets: &mut Offsets, free: &mut Vec<IoBuffer>) -> Result<u64> {
     if free.len() >= load.batch {
-        let now = offsets.left().min(free.len() as u64) as usize;
+        let now = offsets.left.min(free.len() as u64) as usize;
         for buffer in free.drain(..now) {
             let sector = Sector(offsets.next_bytes() >> 9);
             let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };

@@ -87,18 +87,14 @@ pub struct Offsets {
     blocks: u64,
     block_bytes: u64,
     next: u64,
-    left: u64,
+    /// Number of offsets that [`Offsets::next_bytes`] can still return.
+    pub left: u64,
     random: Random,
     shuffle: Option<Shuffle>,
 }
 
 impl Offsets {
-    #[inline]
-    pub fn left(&self) -> u64 {
-        self.left
-    }
-
-    /// Returns the next offset in bytes. [`Offsets::left`] must not be 0.
+    /// Returns the next offset in bytes. `left` must not be 0.
     #[inline]
     pub fn next_bytes(&mut self) -> u64 {
         self.left -= 1;

@@ -29,7 +29,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     // Metadata would report a length of 0 for a block device.
     let bytes = file.seek(SeekFrom::End(0))?;
     let (name, block_bytes) = (path.display(), load.block_bytes);
-    ensure(bytes >= block_bytes.into(), || {
+    ensure(bytes >= u64::from(block_bytes), || {
         format!("{name}: a file of {bytes} bytes is too small for I/Os of {block_bytes} bytes")
     })?;
     let mut offsets = load.offsets(bytes);
@@ -48,8 +48,8 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     let mut free: Vec<usize> = (0..load.depth).collect();
     let (mut enters, mut submissions) = (0, 0);
     let run = timed(length, || {
-        if free.len() >= load.batch && offsets.left() > 0 {
-            let now = offsets.left().min(free.len() as u64) as usize;
+        if free.len() >= load.batch && offsets.left > 0 {
+            let now = offsets.left.min(free.len() as u64) as usize;
             for slot in free.drain(..now) {
                 let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
                 // SAFETY: a buffer is in flight at most once, and outlives the ring's use of it.

@@ -82,7 +82,7 @@ fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Durat
     let mut done = Done { latencies_ns: Vec::with_capacity(1 << 20), kicks: 0, waits: 0 };
     loop {
         if now - began < length {
-            let count = offsets.left().min(free.len() as u64) as usize;
+            let count = offsets.left.min(free.len() as u64) as usize;
             for slot in free.drain(..count) {
                 let sector = offsets.next_bytes() / 512;
                 queue.submit(slot, &Request { write, sector, bytes });

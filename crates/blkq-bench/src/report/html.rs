@@ -1,19 +1,9 @@
 //! Helpers for HTML and SVG: escaping, text width, base64, tables.
 
 pub fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\'' => escaped.push_str("&#39;"),
-            c if c.is_control() => escaped.push(' '),
-            c => escaped.push(c),
-        }
-    }
-    escaped
+    let entities = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('"', "&quot;"), ('\'', "&#39;")];
+    let text = text.replace(char::is_control, " ");
+    entities.into_iter().fold(text, |text, (letter, entity)| text.replace(letter, entity))
 }
 
 /// Estimates the width of a text in em. The estimate is never less than the width in DejaVu Sans or Verdana, which

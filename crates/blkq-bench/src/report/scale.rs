@@ -25,7 +25,8 @@ impl Scale {
     /// A linear scale from 0 to the first tick that is not less than `max`.
     pub fn from_zero(max: f64, from: f64, to: f64) -> Scale {
         let max = if max > 0.0 && max.is_finite() { max } else { 1.0 };
-        let step = nice_above(max / (TICKS - 1) as f64);
+        let step_min = max / (TICKS - 1) as f64 * (1.0 - 1e-9);
+        let step = nice().find(|step| *step >= step_min).unwrap_or(step_min);
         let count = (max / step - 1e-9).ceil() as u32;
         let ticks = (0..=count).map(|index| f64::from(index) * step).collect();
         Scale { kind: Kind::Linear, min: 0.0, max: f64::from(count) * step, from, to, ticks }
@@ -35,12 +36,10 @@ impl Scale {
     pub fn log(values: &[f64], from: f64, to: f64) -> Scale {
         let min = values.iter().copied().fold(f64::INFINITY, f64::min);
         let max = values.iter().copied().fold(0.0, f64::max);
-        let first = below(min);
-        let mut ticks = vec![first];
-        while ticks[ticks.len() - 1] < max * (1.0 - 1e-9) {
-            ticks.push(next(ticks[ticks.len() - 1]));
-        }
-        let (min, max) = (first, ticks[ticks.len() - 1].max(first * 1.01));
+        let first = nice().take_while(|tick| *tick <= min * (1.0 + 1e-9)).last().unwrap_or(min);
+        let last = nice().find(|tick| *tick >= max * (1.0 - 1e-9)).unwrap_or(max);
+        let mut ticks: Vec<f64> = nice().filter(|tick| (first..=last).contains(tick)).collect();
+        let (min, max) = (first, last.max(first * 1.01));
         if ticks.len() > TICKS + 1 {
             ticks.retain(|tick| (tick.log10() - tick.log10().round()).abs() < 1e-9);
         }
@@ -73,23 +72,9 @@ impl Scale {
     }
 }
 
-/// The smallest of 1, 2, 5 times a power of ten that is not less than `value`.
-fn nice_above(value: f64) -> f64 {
-    let below = below(value);
-    if below >= value * (1.0 - 1e-9) { below } else { next(below) }
-}
-
-/// The largest of 1, 2, 5 times a power of ten that is not greater than `value`.
-fn below(value: f64) -> f64 {
-    let power = 10f64.powf(value.log10().floor());
-    let digits = [5.0, 2.0, 1.0];
-    digits.into_iter().map(|digit| digit * power).find(|nice| *nice <= value * (1.0 + 1e-9)).unwrap_or(power)
-}
-
-/// The successor of `value` in the series of 1, 2, 5 times a power of ten.
-fn next(value: f64) -> f64 {
-    let digit = value / 10f64.powf((value.log10() + 1e-9).floor());
-    value * if (1.5..4.0).contains(&digit) { 2.5 } else { 2.0 }
+/// 1, 2 and 5 times each power of ten, in ascending order.
+fn nice() -> impl Iterator<Item = f64> {
+    (-20..20).flat_map(|power| [1.0, 2.0, 5.0].map(|digit| digit * 10_f64.powi(power)))
 }
 
 /// Formats a value in few characters: `0`, `0.05`, `20k`, `1.5M`, `5e-6`.

@@ -82,11 +82,11 @@ impl Job {
             (false, Pattern::Random) => READ_SHARE,
             (false, Pattern::Sequential) => 1,
         };
-        let load = Load { ios_max: Some(file.pages() / share), ..self.load };
-        let mut offsets = load.offsets(file.pages() * PAGE_BYTES as u64);
+        let load = Load { ios_max: Some(file.pages / share), ..self.load };
+        let mut offsets = load.offsets(file.pages * PAGE_BYTES as u64);
         let mut memory = vec![0x5a; PAGE_BYTES];
         let (began, mut ios) = (Instant::now(), 0);
-        while offsets.left() > 0 && began.elapsed() < length {
+        while offsets.left > 0 && began.elapsed() < length {
             let page = offsets.next_bytes() / PAGE_BYTES as u64;
             if load.write {
                 file.write(page, &memory)?

@@ -44,7 +44,7 @@ const DATA_AT: usize = SLOTS_AT + SLOT_BYTES * RING_SIZE as usize;
 
 /// Size of the memory of each queue.
 pub(super) fn memory_bytes(options: &Options) -> usize {
-    assert!(options.slots <= RING_SIZE.into(), "{} requests do not fit into a ring", options.slots);
+    assert!(options.slots <= usize::from(RING_SIZE), "{} requests do not fit into a ring", options.slots);
     DATA_AT + options.slots * options.data_bytes.next_multiple_of(PAGE_BYTES)
 }
 

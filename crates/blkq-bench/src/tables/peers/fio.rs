@@ -99,8 +99,8 @@ pub fn run(target: &[String], job: &Job, length: Option<Duration>, scratch: &Pat
     let mut command = Command::new("fio");
     // With --thread, fio is a single process, so killing it leaves nothing running.
     command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]).args(target);
-    let [rw, bs] = [format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)];
-    command.args([rw, bs, format!("--iodepth={}", job.depth)]);
+    command.arg(format!("--rw={}", job.rw)).arg(format!("--bs={}", job.block_bytes));
+    command.arg(format!("--iodepth={}", job.depth));
     let mut limit = EXIT_WAIT;
     if let Some(length) = length {
         command.args(["--time_based", &format!("--runtime={}ms", length.as_millis())]);
