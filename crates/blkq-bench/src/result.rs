@@ -319,7 +319,7 @@ impl Comparison {
     }
 
     pub fn median(&self, case: &str, metric: Metric) -> f64 {
-        self.case(case).median(metric)
+        self.case(case).figure(metric).median
     }
 
     /// A curve of `metric` for each of `lines`, with a point at each of `places`. `case` is the name of the case of a
@@ -393,18 +393,6 @@ impl Case {
     /// The figure of `metric`. Panics if the case did not measure it, which is a bug of the table.
     pub fn figure(&self, metric: Metric) -> &Figure {
         self.find(metric).unwrap_or_else(|| panic!("{}: no {metric:?}", self.name))
-    }
-
-    pub fn median(&self, metric: Metric) -> f64 {
-        self.figure(metric).median
-    }
-
-    pub fn min(&self, metric: Metric) -> f64 {
-        self.figure(metric).min
-    }
-
-    pub fn max(&self, metric: Metric) -> f64 {
-        self.figure(metric).max
     }
 }
 

@@ -31,7 +31,6 @@ struct Window {
 struct Completed {
     buffers: Vec<IoBuffer>,
     waits: bool,
-    ios: u64,
     latency_ns: u64,
     latencies: Histogram,
     failed: Option<Status>,
@@ -61,10 +60,7 @@ impl Window {
     fn complete(&self, result: IoResult, data: Data, asked_ns: u64) {
         let latency_ns = monotonic_ns().saturating_sub(asked_ns);
         let mut completed = lock(&self.completed);
-        match result {
-            Ok(()) => completed.ios += 1,
-            Err(status) => completed.failed = Some(status),
-        }
+        completed.failed = completed.failed.or(result.err());
         completed.latency_ns += latency_ns;
         completed.latencies.record(latency_ns);
         completed.buffers.extend(data.into_buffer());
@@ -127,7 +123,8 @@ fn summary(load: &Load, completed: &[Completed], stopwatch: &Stopwatch) -> Resul
     if let Some(status) = completed.iter().find_map(|completed| completed.failed) {
         return Err(format!("an I/O completed with {status:?}").into());
     }
-    let ios = completed.iter().map(|completed| completed.ios).sum();
+    let counts = completed.iter().map(|completed| completed.latencies.count());
+    let ios = counts.clone().sum();
     let run = stopwatch.run_of(ios)?;
     let latency_ns: u64 = completed.iter().map(|completed| completed.latency_ns).sum();
     let latencies = completed.iter().fold(Histogram::default(), |mut all, completed| {
@@ -135,8 +132,7 @@ fn summary(load: &Load, completed: &[Completed], stopwatch: &Stopwatch) -> Resul
         all
     });
     let mib_per_second = run.value(Metric::Iops) * mib(load.block_bytes.into());
-    let least = completed.iter().map(|completed| completed.ios).min().unwrap_or(0);
-    let most = completed.iter().map(|completed| completed.ios).max().unwrap_or(0);
+    let (least, most) = (counts.clone().min().unwrap_or(0), counts.max().unwrap_or(0));
     Ok(run
         .with(Metric::MibPerSecond, mib_per_second)
         .with(Metric::LatencyMeanUs, latency_ns as f64 / ios as f64 / 1e3)

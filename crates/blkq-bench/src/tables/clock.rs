@@ -49,7 +49,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
             table.target("IOPS, cached / precise, batches of 32", ratio, AtLeast(1.3));
             table.mechanism("cached: clock readings per I/O", reads("cached"), AtMost(2.5 / 32.0));
         }
-        let oldest_us = comparison.case("precise").max(Metric::ClockAgeMaxUs);
+        let oldest_us = comparison.case("precise").figure(Metric::ClockAgeMaxUs).max;
         for (claim, value, expected) in [
             ("precise: clock readings per I/O", reads("precise"), AtLeast(2.0)),
             ("iostats off: clock readings per I/O", reads("iostats off"), Exactly(0.0)),

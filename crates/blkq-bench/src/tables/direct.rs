@@ -116,8 +116,9 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         compare(bench, &mut table, &path, bytes, row)?;
     }
     let of = |case: &'static str| table.comparisons.iter().map(move |comparison| comparison.case(case));
-    let most = of("direct").map(|case| case.max(Metric::CachedMib)).fold(0.0, f64::max);
-    let least = of("buffered").map(|case| case.min(Metric::CachedKibPerIo)).fold(f64::INFINITY, f64::min);
+    let most = of("direct").map(|case| case.figure(Metric::CachedMib).max).fold(0.0, f64::max);
+    let least =
+        of("buffered").map(|case| case.figure(Metric::CachedKibPerIo).min).fold(f64::INFINITY, f64::min);
     table.mechanism("direct: maximum MiB of the file in the page cache after a run", most, AtMost(1.0));
     table.mechanism("buffered: minimum KiB of the file added to the page cache per I/O", least, AtLeast(3.5));
     let cache_mib = (bytes / CACHE_SHARE) >> 20;

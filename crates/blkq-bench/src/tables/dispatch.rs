@@ -71,7 +71,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         pattern(bench, &mut table, &path, blocks, row)?;
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
-    let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
+    let most = most.map(|case| case.figure(Metric::CachedBeforeMib).max).fold(0.0, f64::max);
     table.mechanism("maximum MiB of the file in the page cache before a run", most, AtMost(1.0));
     curve(bench, &mut table, &path, blocks)?;
     table.notes = notes(include_str!("notes/dispatch.txt"));
@@ -113,15 +113,15 @@ fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: 
     effect("serial, relative to blocking calls of a thread", "one thread", "serial, unmerged", None);
     let (serial, concurrent) = (comparison.case("serial"), comparison.case("concurrent"));
     if load.write {
-        let writers = serial.max(Metric::WritersMax).max(concurrent.max(Metric::WritersMax));
+        let writers = serial.figure(Metric::WritersMax).max.max(concurrent.figure(Metric::WritersMax).max);
         table.mechanism(format!("{name}: maximum concurrent writers"), writers, Exactly(1.0));
         table.target(format!("{name}: IOPS, concurrent / serial"), dispatch, AtLeast(0.95));
     }
     match name {
         "randread" => {
-            let most = serial.max(Metric::ReadsInFlightMax);
-            let mean = concurrent.median(Metric::ReadsInFlightMean);
-            let cold = comparison.cases.iter().map(|case| case.min(Metric::CachedKibPerIo));
+            let most = serial.figure(Metric::ReadsInFlightMax).max;
+            let mean = concurrent.figure(Metric::ReadsInFlightMean).median;
+            let cold = comparison.cases.iter().map(|case| case.figure(Metric::CachedKibPerIo).min);
             let cold = cold.fold(f64::INFINITY, f64::min);
             let mean_expected = AtLeast(DEPTH as f64 / 4.0);
             table.mechanism("randread, serial: maximum reads in flight", most, Exactly(1.0));
@@ -131,7 +131,7 @@ fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: 
             table.target("randread: IOPS, concurrent / raw io_uring", by_raw, AtLeast(0.95));
         }
         "write" => {
-            let merges = concurrent.median(Metric::MergesPerIo);
+            let merges = concurrent.figure(Metric::MergesPerIo).median;
             table.mechanism("write, concurrent: merges per I/O", merges, AtLeast(0.5));
         }
         _ => {}

@@ -76,15 +76,13 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
         return 0.0;
     }
     let pace = self::pace(pace);
-    let jobs = chosen(&JOBS, pace.quick, |job| job.quick).count();
+    let jobs: Vec<&Job> = chosen(&JOBS, pace.quick, |job| job.quick).collect();
     let peers = chosen(&OVER_FILE, pace.quick, |peer| peer.quick).filter(|peer| peer.may_be_there()).count();
-    let warm_ups = chosen(&JOBS, pace.quick, |job| job.quick).filter(|job| job.warms_up()).count() * peers;
-    let nbd = pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count());
-    let warm_up = WARM_UP_SECONDS * (pace.rounds * warm_ups) as f64;
-    nbd + warm_up
-        + modelled::planned_seconds(&pace)
-        + qcow2::planned_seconds(&pace)
-        + vhost::planned_seconds(&pace)
+    let over_nothing = chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count();
+    let others = modelled::CASES + qcow2::cases(pace.quick) + vhost::cases(pace.quick);
+    let warm_ups = jobs.iter().filter(|job| job.warms_up()).count() * peers * pace.rounds;
+    // One more case is the null device of blkq with depth 1.
+    pace.cost(jobs.len() * peers + 1 + over_nothing + others) + WARM_UP_SECONDS * warm_ups as f64
 }
 
 /// Fails if a peer that could be started before fails to start.
@@ -147,14 +145,14 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
         let metric = if is_one { Metric::LatencyMeanUs } else { Metric::Iops };
         relate(table, comparison, BLKQ, metric, &targets);
         if is_one && comparison.has(BLKQ_NULL) {
-            let mean_us = |name: &str| comparison.case(name).median(Metric::LatencyMeanUs);
+            let mean_us = |name: &str| comparison.median(name, Metric::LatencyMeanUs);
             let bound = 1.25 * mean_us(RAW) + mean_us(BLKQ_NULL);
             let title = format!("{}: mean us / (1.25 x {RAW} + round trip)", comparison.title);
             table.target(title, mean_us(BLKQ) / bound, AtMost(1.0));
         }
     }
     if null.has(BLKQ_NULL) {
-        let us = null.case(BLKQ_NULL).median(Metric::ServerCpuNsPerIo) / 1e3;
+        let us = null.median(BLKQ_NULL, Metric::ServerCpuNsPerIo) / 1e3;
         table.target("null device, depth 64: server's processor time per I/O, us", us, AtMost(1.5));
     }
     let blkq: Vec<(&Comparison, &Case)> = comparisons
@@ -165,10 +163,10 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
     if blkq.is_empty() {
         return;
     }
-    let most = |metric| blkq.iter().map(|(_, case)| case.max(metric)).fold(f64::NAN, f64::max);
+    let most = |metric| blkq.iter().map(|(_, case)| case.figure(metric).max).fold(f64::NAN, f64::max);
     let beyond_buffers = blkq.iter().map(|(comparison, case)| {
         let job = JOBS.iter().find(|job| job.title == comparison.title).unwrap_or(&RANDOM);
-        case.max(Metric::ResidentMaxMib) - mib(job.depth as u64 * u64::from(job.block_bytes))
+        case.figure(Metric::ResidentMaxMib).max - mib(job.depth as u64 * u64::from(job.block_bytes))
     });
     table.target("resident memory when idle, MiB", most(Metric::ResidentMib), AtMost(8.0));
     let title = "resident memory under load without buffers in flight, MiB";

@@ -33,11 +33,7 @@ const VHOST: Peer = Peer::new(
     Way::Vhost { queues: 1 },
     "blkq null:{bytes} --depth 32 --fault delay=320us --export vhost-user-blk",
 );
-const CASES: usize = 3;
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(CASES)
-}
+pub const CASES: usize = 3;
 
 /// Runs `job` on all cases, and adds the targets to `table`.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut Table) -> Result<Comparison> {

@@ -67,10 +67,9 @@ fn does(peer: &Peer, job: &Job) -> bool {
     peer.name != RAW_ONE_BY_ONE || job.load().pattern == Pattern::Sequential
 }
 
-pub fn planned_seconds(pace: &Pace) -> f64 {
+pub fn cases(quick: bool) -> usize {
     let cases = |job: &Job| OVER_FILE.iter().filter(|peer| does(peer, job)).count();
-    let jobs = chosen(&JOBS, pace.quick, |job| job.quick);
-    pace.cost(jobs.map(cases).sum::<usize>() + OVER_NOTHING.len())
+    chosen(&JOBS, quick, |job| job.quick).map(cases).sum::<usize>() + OVER_NOTHING.len()
 }
 
 /// Measures all servers. The comparisons are part of the table `peers`. Fails if a server that could be
@@ -115,22 +114,22 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison, job: &Job) {
         (LARGE.title, RAW, AtLeast(0.97)),
     ];
     relate(table, comparison, BLKQ, metric, &targets);
-    let (blkq, raw) = (comparison.case(BLKQ), comparison.case(RAW));
     if title == ONE.title {
-        let beyond = blkq.median(metric) - raw.median(metric);
+        let beyond = comparison.median(BLKQ, metric) - comparison.median(RAW, metric);
         table.target(format!("{title}: mean latency, {BLKQ} minus {RAW}, us"), beyond, AtMost(15.0));
     }
     if title == LARGE.title {
-        let ratio = blkq.median(Metric::ServerCpuNsPerIo) / raw.median(Metric::ClientCpuNsPerIo);
+        let raw_ns = comparison.median(RAW, Metric::ClientCpuNsPerIo);
+        let ratio = comparison.median(BLKQ, Metric::ServerCpuNsPerIo) / raw_ns;
         table.target(format!("{title}: processor time, {BLKQ} / {RAW}"), ratio, AtMost(1.1));
     }
-    let resident = blkq.max(Metric::ResidentMaxMib);
+    let resident = comparison.case(BLKQ).figure(Metric::ResidentMaxMib).max;
     table.target(format!("{title}: resident memory without the guest's, MiB"), resident, AtMost(8.0));
 }
 
 fn state_targets_of_null_devices(table: &mut Table, null: &mut Comparison) {
     if null.has(BLKQ_NULL) {
-        let us = null.case(BLKQ_NULL).median(Metric::ServerCpuNsPerIo) / 1e3;
+        let us = null.median(BLKQ_NULL, Metric::ServerCpuNsPerIo) / 1e3;
         table.target(format!("{NULL_TITLE}: server's processor time per I/O, us"), us, AtMost(0.5));
     }
     if null.has(BLKQ_NULL) && null.has(BLKQ_NULL_2) {
