@@ -45,7 +45,8 @@ pub const FLUSHES_IGNORED: &str =
 impl Device {
     /// NBD listens on the addresses of `options`, else on the `inherited` sockets, else on a unix socket in
     /// the state directory. `settings` are those that were changed under the last daemon; one that cannot be
-    /// restored becomes a warning. If the device cannot be served, nothing is left open.
+    /// restored becomes a warning, except that the device must become writable. If the device cannot be served,
+    /// nothing is left open.
     pub fn open(
         options: &AttachOptions,
         settings: Vec<(String, String)>,
