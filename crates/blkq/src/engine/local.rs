@@ -172,6 +172,7 @@ impl LocalQueue {
         }
         self.queue.begin_turn(self.ring.as_deref_mut());
         self.queue.dispatch_all(self.ring.as_deref_mut());
+        self.queue.end_turn();
     }
 
     /// Takes the oldest completion; `None` if no bio has completed.

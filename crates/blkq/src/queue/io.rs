@@ -29,8 +29,7 @@ pub(super) struct Io {
     pub waiting: BioList,
     /// How many bios at the front of `waiting` are counted in [`Counter::TagWaits`].
     counted_waits: u32,
-    /// The time of the turn was over before all of `waiting` were admitted: they wait for the next turn. Of no
-    /// meaning if `waiting` is empty.
+    /// The time of the turn is over: the bios of `waiting`, and those that join them, wait for the next turn.
     pub waits_for_turn: bool,
     pub flush: FlushMachine,
     pub completions: Completions,

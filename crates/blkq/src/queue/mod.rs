@@ -120,13 +120,12 @@ impl Queue {
         }
         self.refresh(ring.as_deref_mut());
         self.kick_flush(ring.as_deref_mut());
-        self.pull_software_queues(ring.as_deref_mut());
-        if self.io.waiting.is_empty() {
-            self.io.stop_waiting_for_tags();
+        if self.io.waits_for_turn {
+            self.pull_behind_waiting(ring.as_deref_mut());
         } else {
-            self.io.waits_for_turn = false;
-            self.admit_all(ring);
+            self.pull_software_queues(ring.as_deref_mut());
         }
+        self.admit_waiting(ring);
         // Bios that were rejected or are empty complete without a request, so `complete_batch` has not
         // delivered them.
         self.io.deliver_remote();
@@ -143,6 +142,16 @@ impl Queue {
         self.io.clock.invalidate();
         self.leave_if_idle();
         self.io.deliver_remote();
+    }
+
+    /// Must be called at the end of a turn by an owner that submits bios between two turns, because these bios
+    /// have the time of a turn of their own.
+    #[inline]
+    pub fn end_turn(&mut self) {
+        self.rounds.restart_clock();
+        if self.io.waits_for_turn {
+            self.io.waits_for_turn = !self.io.waiting.is_empty();
+        }
     }
 
     #[inline(never)]

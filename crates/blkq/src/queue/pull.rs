@@ -25,6 +25,18 @@ impl Queue {
         }
     }
 
+    /// [`Queue::pull_software_queues`] after a turn whose time was over. Bios that wait for this turn are
+    /// admitted after the bios of other threads have joined them.
+    #[cold]
+    pub(super) fn pull_behind_waiting(&mut self, ring: Option<&mut Ring>) {
+        let have_waited = !self.io.waiting.is_empty();
+        self.io.waits_for_turn = have_waited;
+        self.pull_software_queues(ring);
+        if have_waited {
+            self.io.waits_for_turn = false;
+        }
+    }
+
     #[inline(never)]
     fn pull_pending(&mut self, mut ring: Option<&mut Ring>) {
         // If bios wait, this is the quota for the whole turn; otherwise it shrinks with the free tags.

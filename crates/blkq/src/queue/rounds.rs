@@ -53,7 +53,7 @@ impl Rounds {
         monotonic_ns() >= self.until_ns
     }
 
-    /// Lets the time of the turn start again. A thread that submits between two turns has the time of a turn.
+    /// Lets the time of the turn start again.
     pub fn restart_clock(&mut self) {
         self.until_ns = 0;
     }

@@ -163,9 +163,6 @@ impl Queue {
         {
             return self.accept_piece(bio, None, ring);
         }
-        if self.io.waiting.is_empty() && matches!(*bio.completer, Completer::Owner(_)) {
-            self.rounds.restart_clock();
-        }
         let index = self.io.in_flight.bios_mut().insert(bio);
         self.trace_queued(index);
         self.io.begin(index);
@@ -206,7 +203,8 @@ impl Queue {
     pub(super) fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
         let may_admit = self.io.may_admit_first();
         if !may_admit || !(self.io.disk.is_entered() || self.enter(ring.as_deref_mut())) {
-            return;
+            // The path must not be open while a bio waits.
+            return self.close_fast_path();
         }
         while self.io.may_admit_first()
             && let Some((index, is_counted)) = self.io.pop_waiting()
@@ -222,7 +220,7 @@ impl Queue {
                 // A plug that did not grow by a new request was flushed.
                 let is_new = self.io.in_flight.in_use() > in_use;
                 if is_new && self.plug.requests().len() <= plugged && self.rounds.spend_time() {
-                    self.io.waits_for_turn = !self.io.waiting.is_empty();
+                    self.io.waits_for_turn = true;
                 }
             } else if self.io.may_wait(index) {
                 return self.io.return_waiting(index, is_counted);

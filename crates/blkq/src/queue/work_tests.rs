@@ -250,16 +250,71 @@ fn large_parts_are_executed_for_the_time_of_a_turn() {
     }
 }
 
+// Contract: non-blocking
 #[test]
-fn the_owner_submits_after_a_turn_whose_time_was_over() {
-    let slow = Slow { time: Duration::from_micros(1500), ..Slow::default() };
+fn whole_discards_are_executed_for_the_time_of_a_turn() {
+    const DISCARDS: usize = 16;
+    for scheduler in SchedulerKind::ALL {
+        for staged in [false, true] {
+            let slow = Slow::default();
+            let disk = Disk::builder(Box::new(slow.clone())).scheduler(scheduler).build().unwrap();
+            let mut queue = open(&disk);
+            let mut submitter = disk.submitter();
+            if staged {
+                (0..DISCARDS)
+                    .for_each(|_| submitter.submit(discard(1), |result, _| assert_eq!(result, Ok(()))));
+            }
+            queue.begin_turn(None);
+            if !staged {
+                // An engine runs a source in several rounds of a turn.
+                for _ in 0..DISCARDS {
+                    queue.submit(discard(1), None).unwrap();
+                    queue.dispatch_all(None);
+                }
+            }
+            queue.dispatch_all(None);
+            let (mut executed, mut done) = (slow.executed.swap(0, SeqCst), 0);
+            while done < DISCARDS {
+                assert!((1..=3).contains(&executed), "{scheduler}, {staged}: {executed} in one turn");
+                done += executed;
+                assert_eq!(queue.has_changed(), done < DISCARDS, "{scheduler}, {staged}");
+                turn(&mut queue);
+                executed = slow.executed.swap(0, SeqCst);
+            }
+            assert_eq!((queue.in_flight(), disk.stats().counter(Counter::TagWaits)), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn a_discard_after_the_time_of_a_turn_closes_the_fast_path() {
+    let slow = Slow { time: Duration::from_millis(3), ..Slow::default() };
     let disk = Disk::builder(Box::new(slow.clone())).build().unwrap();
     let mut queue = open(&disk);
-    queue.submit(discard(4), None).unwrap();
-    while turn(&mut queue) == 0 {}
+    queue.submit(discard(1), None).unwrap();
+    // The second plug has several requests, so the fast path is opened for several bios.
+    (0..3).for_each(|block| read(&mut queue, block));
+    queue.submit(discard(1), None).unwrap();
+    read(&mut queue, 3);
+    assert!(queue.plug.is_open());
+    queue.submit(discard(1), None).unwrap();
+    assert!(!queue.plug.is_open());
+    queue.dispatch_all(None);
+    assert_eq!(slow.executed.load(SeqCst), 6);
+    turn(&mut queue);
+    assert_eq!(queue.in_flight(), 0);
+}
+
+#[test]
+fn the_owner_submits_after_a_turn_whose_time_was_over() {
+    let slow = Slow { time: Duration::from_millis(3), ..Slow::default() };
+    let disk = Disk::builder(Box::new(slow.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    // The time of each of the two turns is over after two parts.
+    queue.submit(discard(4)).unwrap();
+    queue.wait(1);
     slow.executed.store(0, SeqCst);
-    spin_until(monotonic_ns() + 2_500_000);
-    queue.submit(discard(2), None).unwrap();
+    queue.submit(discard(2)).unwrap();
     assert_eq!(slow.executed.load(SeqCst), 2);
 }
 
