@@ -9,8 +9,8 @@ use std::sync::mpsc::channel;
 
 use crate::common::{Behaviour, Device, filled, plain_limits, run};
 use blkq::{
-    Bio, Disk, Driver, DriverContext, DriverQueue, Error, LocalQueue, OpenContext, Operation, QueueLimits,
-    Sector, Setting, Status, Tag, Taken,
+    Bio, Disk, Driver, DriverContext, DriverQueue, Error, ErrorPolicy, IoResult, LocalQueue, OpenContext,
+    Operation, QueueLimits, Sector, Setting, Status, Tag, Taken,
 };
 
 #[test]
@@ -40,13 +40,14 @@ fn operations_without_data_that_carry_memory_are_rejected() {
     }
 }
 
-/// A driver that never completes requests, and panics on request.
+/// A driver that completes no request, or only the first one of the test, and panics on request.
 #[derive(Clone, Default)]
 struct Panicking {
     taken: Arc<AtomicBool>,
     offered: Arc<AtomicUsize>,
     panics: Arc<AtomicBool>,
     panics_with_requests: Arc<AtomicBool>,
+    first_result: Option<IoResult>,
 }
 
 impl Driver for Panicking {
@@ -63,9 +64,12 @@ impl Driver for Panicking {
     }
 }
 
-// SAFETY: nothing uses the memory of a request, and no request completes.
+// SAFETY: nothing uses the memory of a request.
 unsafe impl DriverQueue for Panicking {
-    fn queue_requests(&mut self, _: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        if let Some(result) = self.first_result.take() {
+            cx.complete(tags[0], result);
+        }
         self.taken.store(true, SeqCst);
         self.offered.fetch_add(tags.len(), SeqCst);
         assert!(!self.panics_with_requests.load(SeqCst), "a panic for the test");
@@ -140,6 +144,29 @@ fn a_driver_that_panics_is_given_no_request_twice() {
     queue.poll();
     assert_eq!(driver.offered.load(SeqCst), 3);
     drop(queue);
+}
+
+#[test]
+fn a_driver_completes_a_request_and_panics_in_one_call() {
+    for (result, polls, completed) in [
+        (Ok(()), false, 0),
+        (Ok(()), true, 1),
+        (Err(Status::Io), false, 0),
+        // The failed request is held.
+        (Err(Status::Io), true, 0),
+    ] {
+        let driver = Panicking { first_result: Some(result), ..Panicking::default() };
+        let disk = Disk::builder(Box::new(driver.clone())).error_policy(ErrorPolicy::Hold).build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        (0..3).for_each(|n| queue.submit(Bio::read(Sector(n * 16), filled(4096, 0), n)).unwrap());
+        driver.panics_with_requests.store(true, SeqCst);
+        catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
+        if polls {
+            queue.poll();
+        }
+        assert_eq!(queue.completions().count(), completed, "{result:?}");
+        drop(queue);
+    }
 }
 
 #[test]

@@ -39,7 +39,8 @@ pub(super) struct Dispatch {
     /// that must not overtake these.
     requeued: VecDeque<Tag>,
     throttle: QueueThrottle,
-    /// Requests that the driver has taken and not completed.
+    /// Requests that the driver has taken and not completed. If the driver panics in a call that passes
+    /// requests to it, they are not counted, but those that it has completed before still complete.
     started: u32,
     /// The driver is out of resources: nothing is offered to it before this time.
     rerun_at_ns: Option<u64>,
@@ -507,7 +508,7 @@ impl Dispatch {
     /// Records that `tags` have failed and are held: they are neither in the driver nor complete.
     #[cold]
     pub fn hold(&mut self, tags: &[Tag]) {
-        self.started -= tags.len() as u32;
+        self.started = self.started.saturating_sub(tags.len() as u32);
         if let Some(scheduler) = &mut self.scheduler {
             tags.iter().for_each(|&tag| scheduler.requeued(tag));
         }
@@ -529,7 +530,7 @@ impl Dispatch {
 
     #[inline]
     pub fn release(&mut self, count: u32) {
-        self.started -= count;
+        self.started = self.started.saturating_sub(count);
     }
 
     /// Removes every request that the driver has not taken, including `plugged`, and returns them. They are
