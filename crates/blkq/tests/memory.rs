@@ -56,7 +56,7 @@ impl Driver for Panicking {
     }
 
     fn limits(&self) -> QueueLimits {
-        QueueLimits { write_cache: true, ..plain_limits() }
+        QueueLimits { write_cache: true, max_discard_bytes: 256 << 10, ..plain_limits() }
     }
 
     fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
@@ -144,6 +144,17 @@ fn a_driver_that_panics_is_given_no_request_twice() {
     queue.poll();
     assert_eq!(driver.offered.load(SeqCst), 3);
     drop(queue);
+}
+
+#[test]
+fn a_panic_that_drops_the_queue_calls_the_driver_no_more() {
+    let driver = Panicking::default();
+    driver.panics_with_requests.store(true, SeqCst);
+    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    // The first of four parts panics, and the others could get tags.
+    catch_unwind(AssertUnwindSafe(move || queue.submit(Bio::discard(Sector(0), 2048, 0)))).unwrap_err();
+    assert_eq!(driver.offered.load(SeqCst), 1);
 }
 
 #[test]

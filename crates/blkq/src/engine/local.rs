@@ -230,8 +230,10 @@ impl Drop for LocalQueue {
         // The kernel may still write into the buffers of I/O in flight, so they must not be freed before it
         // completes.
         self.queue.close_to_submitters();
+        // If the driver has panicked, it must not panic again while the stack unwinds: that aborts the process.
+        let unwinds = std::thread::panicking();
         // Bios that wait for the next turn are work, though the driver may have no request.
-        while self.queue.has_started() || self.queue.has_changed() {
+        while self.queue.has_started() || (!unwinds && self.queue.has_changed()) {
             self.turn(1);
             self.queue.completions_mut().clear();
         }
