@@ -12,8 +12,8 @@ use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
 use blkq::throttle::{Group, RateLimits};
 use blkq::{
-    Bio, Counter, Disk, EngineThread, IoBuffer, LocalQueue, QueueLimits, SchedulerKind, Sector, Setting,
-    StatGroup,
+    Bio, Counter, Disk, EngineThread, IoBuffer, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector,
+    Setting, StatGroup,
 };
 
 const S: u64 = 1_000_000_000;
@@ -334,6 +334,23 @@ fn flushes_do_not_wait_for_a_limit_of_bytes() {
             disk.set_rate_limits(&limits("none"));
             queue.wait(3);
         }
+    }
+}
+
+#[test]
+fn a_queue_that_is_dropped_waits_for_no_limit() {
+    for scheduler in SchedulerKind::ALL {
+        let device = Device::plain(Behaviour::default());
+        let builder = device.builder().rate_limits(limits("write-iops=1")).scheduler(scheduler);
+        let disk = builder.build().expect("a disk");
+        let mut queue = disk.open_queue(0).expect("a queue");
+        (0..32).for_each(|block| write(&mut queue, block * 2));
+        queue.poll();
+        assert!(throttled(&disk) >= 29, "{scheduler}");
+        let begin = Instant::now();
+        drop(queue);
+        assert!(begin.elapsed() < Duration::from_secs(20), "32 writes at one per second");
+        assert_eq!((device.count(Operation::Write), throttled(&disk)), (32, 0), "{scheduler}");
     }
 }
 

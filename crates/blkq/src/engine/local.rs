@@ -232,6 +232,10 @@ impl Drop for LocalQueue {
         self.queue.close_to_submitters();
         // If the driver has panicked, it must not panic again while the stack unwinds: that aborts the process.
         let unwinds = std::thread::panicking();
+        if !unwinds {
+            // Issues the requests that waited for a limit, which no longer applies.
+            self.turn(0);
+        }
         // Bios that wait for the next turn are work, though the driver may have no request.
         while self.queue.has_started() || (!unwinds && self.queue.has_changed()) {
             self.turn(1);
