@@ -390,6 +390,7 @@ impl QueueThrottle {
         // Before the loop: a change of the limits resets `next_ns`, and a direction that was refused must not
         // be retried in this loop.
         self.follow_group(now_ns);
+        self.try_oldest_first(now_ns);
         while len < batch.len() {
             let Some(direction) = self.next_direction(now_ns, all) else { break };
             let Some(&(tag, _)) = self.waiting[direction].tags.front() else { break };
@@ -421,6 +422,20 @@ impl QueueThrottle {
         }
         self.set_has_waiting(self.waiting.iter().any(|waiting| !waiting.tags.is_empty()));
         len
+    }
+
+    /// If a request may be tried at `now_ns`, lets an older one of the other direction be tried before, unless
+    /// no limit counts both. A member of a group tries a refused request again later than the limit would allow,
+    /// so requests that arrive meanwhile would overtake it repeatedly.
+    fn try_oldest_first(&mut self, now_ns: u64) {
+        let is_common = self.meters.iter().any(|meter| meter.concerns(true) && meter.concerns(false));
+        if is_common
+            && self.next_direction(now_ns, false).is_some()
+            && let Some(oldest) = self.next_direction(now_ns, true)
+        {
+            let waiting = &mut self.waiting[oldest];
+            waiting.next_ns = waiting.next_ns.min(now_ns);
+        }
     }
 
     /// Removes and returns a request that the previous flush has overtaken, and that may start now. The next

@@ -419,6 +419,48 @@ fn flushes_and_reads_of_a_group_alternate() {
 }
 
 #[test]
+fn new_reads_of_a_group_do_not_overtake_repeatedly() {
+    for round in 0..8 {
+        let older = if round % 2 == 0 { Bio::flush(0) } else { Bio::discard(Sector(0), 1, 0) };
+        let group = Arc::new(Group::new());
+        group.set_limits(&"iops=200".parse().unwrap());
+        let [mut other, mut queue] = [(0, 900), (1, 100)].map(|(slot, weight)| {
+            let disk = Keeper::released().disk().build().unwrap();
+            disk.join_group(group.clone().join(slot, "member", weight).unwrap());
+            open(&disk)
+        });
+        let completes_older = |queue: &mut Queue| {
+            queue.begin_turn(None);
+            queue.dispatch_all(None);
+            queue.completions_mut().drain(..).any(|completion| completion.user_data == 0)
+        };
+        // The other member is active for the next 100 ms, and this one has used its share.
+        read(&mut other, 0);
+        turn(&mut other);
+        while queue.in_flight() == 0 {
+            read(&mut queue, 1);
+            turn(&mut queue);
+        }
+        while queue.in_flight() > 0 {
+            turn(&mut queue);
+        }
+        let operation = older.operation;
+        queue.submit(older, None).unwrap();
+        let (mut reads, mut tried_ns) = (0, 0);
+        while !completes_older(&mut queue) {
+            // The limit has room half a millisecond before the time at which the older bio is tried again.
+            let next_ns = queue.deadline_ns().unwrap_or(0);
+            if next_ns > std::mem::replace(&mut tried_ns, next_ns) {
+                spin_until(next_ns - 250_000);
+                read(&mut queue, 2);
+                reads += 1;
+            }
+            assert!(reads < 3, "{operation:?}");
+        }
+    }
+}
+
+#[test]
 fn staged_bios_are_work_while_there_is_room() {
     let keeper = Keeper::default();
     let disk = keeper.disk().depth(1).build().unwrap();
