@@ -110,6 +110,20 @@ fn simultaneous_flushes_share_one_and_later_ones_do_not() {
 }
 
 #[test]
+fn writes_that_must_not_wait_for_a_tag_share_a_flush() {
+    for shared in [false, true] {
+        let device = cached(false, Finish::AtOnce);
+        let disk = device.builder().shared_tags(shared).depth(4).build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        for mark in 0..3 {
+            queue.submit(write(mark * 2, BioFlags::PREFLUSH | BioFlags::NO_WAIT, mark)).unwrap();
+        }
+        assert!(drain(&mut queue).iter().all(|completion| completion.result == Ok(())), "{shared}");
+        assert_eq!(operations(&device), [F, W, W, W]);
+    }
+}
+
+#[test]
 fn writes_that_ask_for_durability_share_flushes() {
     let device = cached(false, Finish::Random);
     let (_disk, mut queue) = device.open();

@@ -181,18 +181,25 @@ impl Io {
         !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL
     }
 
-    /// Queues a bio behind those that wait. A bio that must not wait goes ahead of those that wait for the next
-    /// turn, because these leave tags free.
+    /// Queues a bio behind those that wait. A bio that must not wait goes ahead of them if they leave tags free:
+    /// they wait for the next turn, or will get tags in this one.
     pub fn await_tag(&mut self, index: u32) {
         if self.may_wait(index) {
             self.waiting.push_back(self.in_flight.bios_mut(), index);
-        } else if self.disk.is_entered() && (self.waiting.is_empty() || self.waits_for_turn) {
+        } else if self.disk.is_entered() && (self.waiting.is_empty() || self.leaves_tags()) {
             self.waiting.push_front(self.in_flight.bios_mut(), index);
             // `reject_again` counts it if there is no tag.
             self.counted_waits += 1;
         } else {
             self.reject_again(index);
         }
+    }
+
+    /// Whether tags are free, or may be free in a shared set, apart from those that `waiting` may get now.
+    fn leaves_tags(&self) -> bool {
+        let waiting = self.waiting.len();
+        let may_get_shared = self.tags.may_get_shared(self.in_flight.in_use() + waiting);
+        self.waits_for_turn || may_get_shared.unwrap_or(self.tags.own() > waiting as usize)
     }
 
     /// Queues a bio that got no tag, or rejects it if it must not wait.
