@@ -401,7 +401,7 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     assert!(none.is_empty() && why.contains("does not match the backing file"), "{why}");
     // An older version did not record the backing file. Then it must at least not be in use.
     let mut options = place::client::state(&place, "d.options");
-    options["images"][0].as_object_mut().unwrap().remove("backing").unwrap();
+    options.as_object_mut().unwrap().remove("has_backing").unwrap();
     fs::write(place.state().join("d.options"), options.to_string()).unwrap();
     place.done(&["attach", &sibling, "--name", "sibling"]);
     let (none, why) = inodes(&["commit", "d"]);

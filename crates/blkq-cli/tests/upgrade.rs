@@ -400,7 +400,8 @@ fn a_daemon_does_not_choose_what_the_next_one_reads() {
     // The file system of the backing file was mounted again, and has another number.
     kill_and_wait(place.pid("d"), &[&top]);
     let mut options = place::client::state(&place, "d.options");
-    options["images"].as_array_mut().unwrap().last_mut().unwrap()["backing"]["device"] = json!([4095, 7]);
+    options["images"].as_array_mut().unwrap().last_mut().unwrap()["backing"][0]["file"]["device"] =
+        json!([4095, 7]);
     fs::write(place.state().join("d.options"), options.to_string()).unwrap();
     place.done(&["recover", "d"]);
     place.done(&["upgrade", "d"]);
@@ -411,6 +412,55 @@ fn a_daemon_does_not_choose_what_the_next_one_reads() {
     let line = place.refused(&["upgrade", "d"]);
     assert!(line.contains("is not the file that was the backing file"), "{line}");
     fs::rename(&moved, &base).unwrap();
+    place.done(&["upgrade", "d"]);
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn a_header_changes_neither_format_nor_a_deeper_backing_file() {
+    let place = Place::new("upgrade-chain");
+    let [base, other] = ["base", "other"].map(|name| place.image(name, 1 << 20));
+    let [middle, top] = ["middle", "top"].map(|name| place.dir.join(name).display().to_string());
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &middle, "1M"]);
+    let rebase = |image: &str, format: &str, base: &str| {
+        run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-F", format, "-b", base, image]);
+    };
+    let attach = ["attach", &middle, "--format", "qcow2", "--name", "d", "--export", "vhost-user-blk"];
+    place.done(&attach);
+    place.done(&["snapshot", "d", "--to", &top]);
+    kill_and_wait(place.pid("d"), &[&top]);
+    rebase(&middle, "raw", &other);
+    let line = place.refused(&["recover", "d"]);
+    assert!(
+        line.contains(&format!("{other} is not the file that was the backing file of {middle};")),
+        "{line}"
+    );
+    rebase(&middle, "raw", &base);
+    rebase(&top, "raw", &middle);
+    let line = place.refused(&["recover", "d"]);
+    let undo = format!("run `qemu-img rebase -u -b {middle} -F qcow2 {top}`");
+    assert!(line.contains("another format") && line.contains(&undo), "{line}");
+    rebase(&top, "qcow2", &middle);
+    place.done(&["recover", "d"]);
+    // The commit keeps what is recorded of the files below.
+    place.done(&["commit", "d"]);
+    kill_and_wait(place.pid("d"), &[&middle]);
+    rebase(&middle, "raw", &other);
+    place.refused(&["recover", "d"]);
+    rebase(&middle, "raw", &base);
+    place.done(&["recover", "d"]);
+    place.done(&["commit", "d"]);
+    place.done(&["snapshot", "d", "--to", &place.dir.join("new").display().to_string()]);
+    place.done(&["upgrade", "d"]);
+    place.done(&["detach", "d"]);
+    // A header gives no backing file to an image without one.
+    let plain = place.dir.join("plain").display().to_string();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &plain, "1M"]);
+    place.done(&["attach", &plain, "--format", "qcow2", "--name", "d", "--export", "vhost-user-blk"]);
+    kill_and_wait(place.pid("d"), &[&plain]);
+    rebase(&plain, "raw", &other);
+    place.refused(&["recover", "d"]);
+    place.done(&["recover", "--allow-replaced", "d"]);
     place.done(&["upgrade", "d"]);
     place.done(&["detach", "d"]);
 }

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::{BaseFiles, OpenedBase, backing_file, open_base};
+use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use blkq_protocol::control::bitmaps::BitmapInfo;
 use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, StateFile};
+use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, RecordedBacking, StateFile};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Record};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{Signal, Signals};
@@ -117,7 +117,8 @@ impl Args {
             Failure::of(e, kind, hint)
         })?;
         let opened = base.files.image.metadata().ok().map(|metadata| FileId::from(&metadata));
-        if state.backing.is_some() && state.backing != opened {
+        let opened = opened.map(|file| RecordedBacking { file, qcow2: base.qcow2 });
+        if state.backing.as_ref().is_some_and(|recorded| recorded.first() != opened.as_ref()) {
             return Err(Failure::new(format!(
                 "{} does not match the backing file of the device; move that file back, or detach the device and attach \
                  it again",
@@ -153,8 +154,8 @@ fn record<'a>(
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
     // The commit writes, however the device was attached.
     dir.check_not_waiting(&state.name, &AttachOptions { read_only: false, ..options.clone() })?;
-    let below = base.qcow2.then(|| backing_file(&base.path, options.backing_chain.into())).flatten();
-    let below = below.map(|(_, identity)| FileId::from(identity));
+    // Not from the header of the base: the daemon of an earlier commit may have changed it.
+    let below = state.backing.iter().flatten().skip(1).copied().collect();
     let (path, options) = (base.path.display().to_string(), Record::new(&options)?);
     RecordedImage::add(dir, &state.name, number, &path, &options, below)
 }

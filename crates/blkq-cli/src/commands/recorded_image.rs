@@ -2,7 +2,7 @@
 //! a commit, `blkq recover` needs the attach options for the new image as well as those for the old one.
 
 use blkq_protocol::failure::Outcome;
-use blkq_protocol::info::FileId;
+use blkq_protocol::info::RecordedBacking;
 use blkq_protocol::options::Record;
 use blkq_protocol::state::StateDir;
 
@@ -16,7 +16,7 @@ pub(super) struct RecordedImage<'a> {
 }
 
 impl<'a> RecordedImage<'a> {
-    /// Records the image at `path`, the `options` with which the next daemon attaches it, and the backing file
+    /// Records the image at `path`, the `options` with which the next daemon attaches it, and the backing files
     /// of the image. `number` is `None` for daemons of earlier versions, which have no file `NAME.options`:
     /// then nothing is recorded.
     pub(super) fn add(
@@ -25,7 +25,7 @@ impl<'a> RecordedImage<'a> {
         number: Option<u64>,
         path: &str,
         options: &Record,
-        backing: Option<FileId>,
+        backing: Vec<RecordedBacking>,
     ) -> Outcome<RecordedImage<'a>> {
         number.map_or(Ok(()), |number| dir.add_image(name, number, path, options, backing))?;
         Ok(RecordedImage { dir, name, number })

@@ -42,7 +42,7 @@ pub struct Args {
     /// Recover all devices whose daemons were killed or crashed
     #[arg(long, conflicts_with = "name")]
     all: bool,
-    /// Serve the files that are at their paths now, even if they replaced the image or its backing file
+    /// Serve the files that are at their paths now, even if they replaced the image or its backing files
     ///
     /// The files must have the contents of the files that they replaced, as a copy or a restored backing file has.
     #[arg(long, conflicts_with = "all")]
@@ -75,7 +75,7 @@ fn recover(dir: &StateDir, name: &str, allow_replaced: bool) -> Outcome {
 
 /// Serves the device `name` again in this process. If `inherited` contains sockets, the daemon listens on
 /// these instead of creating its own. If this fails, the device still waits for a daemon. Unless `allow_replaced` is
-/// set, this fails if another file is at the path of the image or of its backing file.
+/// set, this fails if another file is at the path of the image or of a backing file.
 pub fn take_over<D: Serve>(
     name: &str,
     allow_replaced: bool,
@@ -91,7 +91,7 @@ pub fn take_over<D: Serve>(
         return Err(Failure::new(format!("the daemon is running; to replace it, run `blkq upgrade {name}`")));
     }
     let check_files = |state: &StateFile, options: &AttachOptions| match allow_replaced {
-        true => dir.accept_backing_file(state),
+        true => dir.accept_backing_files(state),
         false => state.check_image(options, false),
     };
     let busy = || Failure::new("another process has locked the device; try again");

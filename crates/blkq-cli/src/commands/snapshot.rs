@@ -15,7 +15,7 @@ use blkq_drivers::r#loop::Dispatch;
 use blkq_protocol::control::{Dialogue, Request, Snapshotted, ask};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::backing::{Backing, shown_path};
-use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::info::{DeviceInfo, FileId, RecordedBacking};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use blkq_protocol::state::StateDir;
 
@@ -61,8 +61,8 @@ struct Wanted {
     path: PathBuf,
     /// The attach options of the device with the overlay as its image.
     options: Record,
-    /// The image of the device, which becomes the backing file.
-    backing: Option<FileId>,
+    /// The image of the device, which becomes the backing file, and its own backing files.
+    backing: Vec<RecordedBacking>,
 }
 
 /// A snapshot in progress. Dropping closes the control socket, so that the device keeps its old image, and
@@ -184,6 +184,7 @@ impl Args {
             BackingChain::OwnDirectory => options.backing_chain,
             BackingChain::Allow => BackingChain::Allow,
         };
+        let qcow2 = options.format == Some(Format::Qcow2);
         let options = AttachOptions {
             image: DriverSpec::Image(path.clone()),
             format: Some(Format::Qcow2),
@@ -192,7 +193,8 @@ impl Args {
             ..options
         };
         options.check()?;
-        let backing = FileId::of(info.image_path());
+        let image = FileId::of(info.image_path()).map(|file| RecordedBacking { file, qcow2 });
+        let backing = image.into_iter().chain(state.backing.iter().flatten().copied()).collect();
         Ok(Wanted { name, path, options: Record::new(&options)?, backing })
     }
 }
@@ -308,8 +310,9 @@ impl<'a> Begun<'a> {
         // The overlay must be recorded before the request: this command may be killed while the daemon
         // switches to the overlay, and the next daemon needs its options.
         let number = dir.next_image(name);
-        let recorded = RecordedImage::add(dir, name, number, &path.display().to_string(), options, *backing)
-            .map_err(of)?;
+        let recorded =
+            RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())
+                .map_err(of)?;
         let request = Request::Snapshot { options: options.clone(), image: number };
         let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
         Ok(Begun { wanted, dialogue, file, recorded })
@@ -396,7 +399,7 @@ mod tests {
         let path = dir.file(name, ".new");
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
-        Wanted { name: name.to_owned(), path, options, backing: None }
+        Wanted { name: name.to_owned(), path, options, backing: Vec::new() }
     }
 
     #[test]

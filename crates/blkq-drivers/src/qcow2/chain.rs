@@ -181,10 +181,21 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
     })
 }
 
-/// The backing files of the qcow2 image at `image`, in order from the nearest, as absolute paths. The files are
+/// A backing file, as the header of its overlay names it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BackingFile {
+    /// Absolute.
+    pub path: PathBuf,
+    /// The device number of its file system, and its inode.
+    pub identity: (u64, u64),
+    /// Whether it is a qcow2 image; else it is raw.
+    pub qcow2: bool,
+}
+
+/// The backing files of the qcow2 image at `image`, in order from the nearest. The files are
 /// opened for reading and not locked. The list ends at a file that cannot be opened or read, or that `allowed`
 /// does not admit: the image cannot be served with it.
-pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<PathBuf> {
+pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<BackingFile> {
     let mut files = Vec::new();
     let mut last = ImageFile::open(image, true);
     while let Ok(mut file) = last
@@ -193,9 +204,11 @@ pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<PathBuf> {
     {
         prefer_link(&mut file, &header);
         let Some(name) = header.backing else { break };
+        let qcow2 = name.format.as_deref() == Some("qcow2");
         last = open_one(&file.path, &name, allowed);
-        files.extend(last.as_ref().map(|backing| backing.path.clone()).ok());
-        if name.format.as_deref() != Some("qcow2") {
+        let found = last.as_ref().ok().map(|backing| (backing.path.clone(), backing.identity));
+        files.extend(found.map(|(path, identity)| BackingFile { path, identity, qcow2 }));
+        if !qcow2 {
             break;
         }
     }

@@ -43,7 +43,7 @@ use crate::image_file::{
 };
 
 use bitmaps::store::Qcow2Bitmaps;
-pub use chain::backing_files;
+pub use chain::{BackingFile, backing_files};
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
 use io::env::Shared;
@@ -52,7 +52,7 @@ use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::reserve::free_reserved;
 use io::{extents, grow};
 pub use jobs::block_commit::{BaseImage, BlockCommit, CommitSource};
-pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, backing_file, open_base};
+pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::create::Base;
 pub use jobs::overlay::OverlayBase;
 pub use journal::Journals;

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use blkq_drivers::qcow2::BackingFile;
 use rustix::fs::{StatFs, statfs};
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +16,22 @@ pub struct FileId {
     /// Major and minor number of the device of its file system.
     pub device: (u32, u32),
     pub inode: u64,
+}
+
+/// A backing file as it was recorded, when the headers of the images could be trusted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecordedBacking {
+    pub file: FileId,
+    /// Whether it is a qcow2 image; else it is raw, and its content, which a client may have written, must not name
+    /// another backing file.
+    pub qcow2: bool,
+}
+
+impl From<&BackingFile> for RecordedBacking {
+    fn from(found: &BackingFile) -> RecordedBacking {
+        RecordedBacking { file: found.identity.into(), qcow2: found.qcow2 }
+    }
 }
 
 impl FileId {

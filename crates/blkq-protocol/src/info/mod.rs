@@ -3,17 +3,18 @@
 pub mod backing;
 mod file_id;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::backing_file;
+use blkq_drivers::qcow2::backing_files;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export, Format, Record};
 
-pub use file_id::FileId;
+pub use file_id::{FileId, RecordedBacking};
 
 /// A device, as the daemon describes it. Sizes are in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -115,9 +116,9 @@ pub struct StateFile {
     /// The file of the image, if it was recorded.
     #[serde(skip)]
     pub file: Option<FileId>,
-    /// The file that was the backing file of the image when the image was recorded.
+    /// The backing files of the image, in order from the nearest, if they were recorded.
     #[serde(skip)]
-    pub backing: Option<FileId>,
+    pub backing: Option<Vec<RecordedBacking>>,
 }
 
 impl StateFile {
@@ -338,7 +339,7 @@ impl StateFile {
         image_path(&self.image, self.attach_options.as_ref())
     }
 
-    /// Checks that the next daemon would open the image that the device has used, with its backing file. Clients
+    /// Checks that the next daemon would open the image that the device has used, with its backing files. Clients
     /// that continue with another file would write the data that they have cached to it. The header of the image
     /// may name another backing file because the last daemon was taken over. `options` are those of the next
     /// daemon, and `is_open` says whether a daemon still has the files open. Passes what was not recorded, and
@@ -362,17 +363,33 @@ impl StateFile {
                 path.display()
             )));
         }
-        if options.format == Some(Format::Qcow2)
-            && let Some(before) = self.backing
-            && let Some((backing, identity)) = backing_file(path, options.backing_chain.into())
-            && before.is_replaced(&backing, identity.into(), is_open)
-        {
-            return Err(Failure::new(format!(
-                "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
-                 and attach the image again{or_accept}",
-                backing.display(),
-                path.display()
-            )));
+        let (Some(recorded), Some(Format::Qcow2)) = (&self.backing, options.format) else { return Ok(()) };
+        let mut overlay: &Path = path;
+        let found = backing_files(path, options.backing_chain.into());
+        for (at, now) in found.iter().enumerate() {
+            let is_same =
+                |before: &&RecordedBacking| !before.file.is_replaced(&now.path, now.identity.into(), is_open);
+            match recorded.get(at).filter(is_same) {
+                Some(before) if before.qcow2 == now.qcow2 => {}
+                Some(before) => {
+                    let (shown, of) = (shell_word(&now.path), shell_word(overlay));
+                    let format = if before.qcow2 { "qcow2" } else { "raw" };
+                    return Err(Failure::new(format!(
+                        "{} names another format for its backing file than before; run `qemu-img rebase -u -b {shown} \
+                         -F {format} {of}`, or run `blkq detach {name}`",
+                        overlay.display()
+                    )));
+                }
+                None => {
+                    return Err(Failure::new(format!(
+                        "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach \
+                         {name}` and attach the image again{or_accept}",
+                        now.path.display(),
+                        overlay.display()
+                    )));
+                }
+            }
+            overlay = &now.path;
         }
         Ok(())
     }

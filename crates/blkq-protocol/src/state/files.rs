@@ -23,10 +23,10 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::backing_file;
+use blkq_drivers::qcow2::{BackingFile, backing_files};
 use blkq_export::ublk::Identity;
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
@@ -34,8 +34,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
-use crate::info::{BlockDevice, DaemonState, FileId, StateFile, image_path};
-use crate::options::{Format, Record};
+use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path};
+use crate::options::{AttachOptions, Format, Record};
 
 /// The version of the `NAME.options` format that this program reads and writes.
 const VERSION: u32 = 1;
@@ -77,40 +77,48 @@ struct ImageEntry {
     /// The file that was at `path`; it may have been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// The backing file of the image. The header of the image does not decide which file a commit writes to,
-    /// because the daemon can change the header. See [`OptionsFile::has_backing`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    backing: Option<FileId>,
+    /// The backing files of the image, in order from the nearest. The headers of the images do not decide which files
+    /// are opened, because a daemon can change the header of each image that it has written to. See
+    /// [`OptionsFile::has_backing`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    backing: Vec<RecordedBacking>,
     options: Record,
 }
 
 impl ImageEntry {
-    fn new(number: u64, path: &str, options: &Record, backing: Option<FileId>) -> ImageEntry {
+    fn new(number: u64, path: &str, options: &Record, backing: Vec<RecordedBacking>) -> ImageEntry {
         let file = FileId::of(image_path(path, Some(options)));
         ImageEntry { number, path: path.to_owned(), file, backing, options: options.clone() }
     }
 
-    /// The entry for the next daemon that serves this image. The backing file is still the recorded one, but may
-    /// have another number, as [`StateFile::check_image`] permits.
+    /// The entry for the next daemon that serves this image. The backing files are still the recorded ones, but may
+    /// have other numbers, as [`StateFile::check_image`] permits.
     fn succeeded_with(&self, options: &Record) -> ImageEntry {
-        let mut next = ImageEntry::new(self.number, &self.path, options, self.backing);
-        if let Some(before) = &mut next.backing
-            && let Some((path, now)) = backing_of(options)
-            && !before.is_replaced(&path, now, false)
-        {
-            *before = now;
+        let mut next = ImageEntry::new(self.number, &self.path, options, self.backing.clone());
+        for (before, now) in next.backing.iter_mut().zip(backing_of(options)) {
+            if !before.file.is_replaced(&now.path, now.identity.into(), false) {
+                before.file = now.identity.into();
+            }
         }
         next
     }
 }
 
-/// The path and the file that the image of `options` names as its backing file, if it has one.
-fn backing_of(options: &Record) -> Option<(PathBuf, FileId)> {
-    let options = options.read().ok()?;
-    let DriverSpec::Image(image) = &options.image else { return None };
-    let is_qcow2 = options.format == Some(Format::Qcow2);
-    let backing = is_qcow2.then(|| backing_file(image, options.backing_chain.into())).flatten();
-    backing.map(|(path, identity)| (path, FileId::from(identity)))
+/// The backing files of the image of `options`, in order from the nearest.
+fn backing_of(options: &Record) -> Vec<BackingFile> {
+    match options.read() {
+        Ok(AttachOptions {
+            image: DriverSpec::Image(image),
+            format: Some(Format::Qcow2),
+            backing_chain,
+            ..
+        }) => backing_files(&image, backing_chain.into()),
+        _ => Vec::new(),
+    }
+}
+
+fn recorded(found: &[BackingFile]) -> Vec<RecordedBacking> {
+    found.iter().map(RecordedBacking::from).collect()
 }
 
 impl OptionsFile {
@@ -149,7 +157,8 @@ impl OptionsFile {
             None => (0, None, Vec::new(), Vec::new()),
         };
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
-        let (file, backing) = image.as_ref().map_or((None, None), |image| (image.file, image.backing));
+        let file = image.as_ref().and_then(|image| image.file);
+        let backing = image.as_ref().filter(|_| self.has_backing).map(|image| image.backing.clone());
         let (image, attach_options) = image.map(|image| (image.path, image.options)).unzip();
         StateFile {
             name: name.to_owned(),
@@ -230,14 +239,14 @@ impl StateDir {
     }
 
     /// Records that the device `name` may switch to the image at `path`, with `options` and `backing` as its
-    /// backing file, under `number`. Fails if another command has taken that number.
+    /// backing files, under `number`. Fails if another command has taken that number.
     pub fn add_image(
         &self,
         name: &str,
         number: u64,
         path: &str,
         options: &Record,
-        backing: Option<FileId>,
+        backing: Vec<RecordedBacking>,
     ) -> Outcome {
         let current = self.read_state(name).and_then(|state| state.number);
         self.change_options(name, |file| {
@@ -246,20 +255,23 @@ impl StateDir {
                     "another command is switching the device to a new image; try again",
                 ));
             }
-            let backing = backing.filter(|_| file.has_backing);
+            let backing = if file.has_backing { backing } else { Vec::new() };
             file.add(ImageEntry::new(number, path, options, backing), current);
             Ok(())
         })
     }
 
-    /// Records the file that the image of the device names as its backing file now, in place of the recorded file. No
+    /// Records the files that are the backing files of the device's image now, in place of the recorded files. No
     /// daemon serves the device. Fails if `NAME.options` cannot be replaced.
-    pub fn accept_backing_file(&self, state: &StateFile) -> Outcome {
+    pub fn accept_backing_files(&self, state: &StateFile) -> Outcome {
         let (Some(number), Some(options)) = (state.number, &state.attach_options) else { return Ok(()) };
-        let now = backing_of(options).map(|(_, now)| now);
+        let now = recorded(&backing_of(options));
+        if state.backing.is_none() || now.is_empty() {
+            return Ok(());
+        }
         self.change_options(&state.name, |file| {
             let images = file.images.iter_mut().filter(|image| image.number == number);
-            images.for_each(|image| image.backing = image.backing.map(|before| now.unwrap_or(before)));
+            images.for_each(|image| image.backing.clone_from(&now));
             Ok(())
         })
     }
@@ -348,8 +360,8 @@ impl StateDir {
         let entry = match same {
             Some(same) => same.succeeded_with(options),
             None => {
-                let backing = has_backing.then(|| backing_of(options)).flatten();
-                ImageEntry::new(0, path, options, backing.map(|(_, file)| file))
+                let backing = if has_backing { recorded(&backing_of(options)) } else { Vec::new() };
+                ImageEntry::new(0, path, options, backing)
             }
         };
         if before.as_ref().is_some_and(|before| before.ublk == ublk) && same == Some(&entry) {
@@ -474,20 +486,19 @@ mod tests {
         let file = dir.write_state("a", &daemon_state(0)).unwrap();
         assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0), "the entry exists");
         assert_eq!(dir.next_image("a"), Some(1));
-        let backing = FileId::of(&dir.0);
-        dir.add_image("a", 1, "/second", &second, backing).unwrap();
-        assert!(
-            dir.add_image("a", 1, "/second", &second, backing).unwrap_err().to_string().contains("try again")
-        );
+        let backing = vec![RecordedBacking { file: FileId::of(&dir.0).unwrap(), qcow2: true }];
+        dir.add_image("a", 1, "/second", &second, backing.clone()).unwrap();
+        let again = dir.add_image("a", 1, "/second", &second, Vec::new());
+        assert!(again.unwrap_err().to_string().contains("try again"));
         let image = || dir.read_state("a").map(|state| (state.image, state.attach_options));
         assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon has not switched");
         overwrite_state(&file, &daemon_state(1)).unwrap();
         assert_eq!(image(), Some(("/second".to_owned(), Some(second.clone()))));
         assert_eq!(dir.write_options("a", "/second", &second, None), Ok(1), "the next daemon");
-        assert_eq!(dir.read_state("a").unwrap().backing, backing);
+        assert_eq!(dir.read_state("a").unwrap().backing, Some(backing));
         // The image that the device serves stays, no matter how many commands were killed.
         for number in 2..200 {
-            dir.add_image("a", number, "/other", &record("/other"), None).unwrap();
+            dir.add_image("a", number, "/other", &record("/other"), Vec::new()).unwrap();
         }
         assert_eq!(image(), Some(("/second".to_owned(), Some(second))));
         assert_eq!(dir.read_options("a").unwrap().images.len(), IMAGES_MAX);
@@ -510,7 +521,8 @@ mod tests {
         assert_eq!(file["has_backing"], json!(true));
         file.as_object_mut().unwrap().remove("has_backing");
         fs::write(&path, file.to_string()).unwrap();
-        dir.add_image("a", 1, "/second", &record("/second"), FileId::of(&dir.0)).unwrap();
+        let backing = RecordedBacking { file: FileId::of(&dir.0).unwrap(), qcow2: true };
+        dir.add_image("a", 1, "/second", &record("/second"), vec![backing]).unwrap();
         dir.write_options("a", "/first", &first, Some(3)).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(
@@ -555,7 +567,7 @@ mod tests {
                 scope.spawn(|| {
                     let add = |_| {
                         let number = dir.next_image("a").unwrap();
-                        let added = dir.add_image("a", number, "/second", &first, None);
+                        let added = dir.add_image("a", number, "/second", &first, Vec::new());
                         let refused = |failure: &Failure| failure.to_string().contains("try again");
                         assert!(added.as_ref().err().is_none_or(refused), "{added:?}");
                         added.is_ok().then_some(number)

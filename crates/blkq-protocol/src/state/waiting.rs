@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::backing_files;
+use blkq_drivers::qcow2::{BackingFile, backing_files};
 
 use super::{Fate, Found, StateDir};
 use crate::failure::{Failure, Outcome};
@@ -104,12 +104,11 @@ fn shared_backing_file(a: &AttachOptions, file: Option<FileId>, b: &AttachOption
             return None;
         }
         let files = [file, FileId::of(image)];
-        let is_image =
-            |path: &PathBuf| FileId::of(path).is_some_and(|backing| files.contains(&Some(backing)));
+        let is_image = |backing: &BackingFile| files.contains(&Some(backing.identity.into()));
         backing_files(path, overlay.backing_chain.into()).into_iter().find(is_image)
     };
     let found = find(b, None, a).or_else(|| find(a, file, b))?;
-    Some(found.display().to_string())
+    Some(found.path.display().to_string())
 }
 
 #[cfg(test)]

@@ -75,16 +75,6 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     })
 }
 
-/// The backing file of the qcow2 image at `image`, as the header of `image` names it: its path, and the device number
-/// of its file system with its inode. `None` if the image has none, the file cannot be opened, or `allowed` does not
-/// admit it. Takes no locks.
-pub fn backing_file(image: &Path, allowed: BackingChain) -> Option<(PathBuf, (u64, u64))> {
-    let mut file = ImageFile::open(image, true).ok()?;
-    let header = read_header(&file).ok()?;
-    prefer_link(&mut file, &header);
-    open_one(&file.path, &header.backing?, allowed).ok().map(|backing| (backing.path, backing.identity))
-}
-
 /// The driver of the base, which is served after the pivot.
 pub enum Target {
     /// A raw image.
