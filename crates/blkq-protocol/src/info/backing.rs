@@ -31,7 +31,7 @@ impl Backing {
         let fact = |name: &str| fact(info, name);
         let (major, minor) = fact("backing-device")?.split_once(':')?;
         let device = (major.parse().ok()?, minor.parse().ok()?);
-        let file = FileId { device, inode: fact("backing-inode")?.parse().ok()? };
+        let file = FileId { device, inode: fact("backing-inode")?.parse().ok()?, node: None };
         let window =
             Window { offset: fact("offset")?.parse().ok()?, size_limit: fact("size-limit")?.parse().ok() };
         Some(Backing { file, window })

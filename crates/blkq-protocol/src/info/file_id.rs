@@ -1,7 +1,7 @@
 //! Identifies files, regardless of their names.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use blkq_drivers::qcow2::BackingFile;
@@ -11,12 +11,25 @@ use serde::{Deserialize, Serialize};
 /// Types of file systems that do not store inode numbers: vfat, exfat and FUSE (statfs(2)).
 const RENUMBERED: [u64; 3] = [0x4d44, 0x2011_bab0, 0x6573_5546];
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct FileId {
     /// Major and minor number of the device of its file system.
     pub device: (u32, u32),
     pub inode: u64,
+    /// Major and minor number of the block device, if the file is the node of one. `None` also in what an older
+    /// version recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<(u32, u32)>,
 }
+
+/// Two names of one file are equal, even if the numbers of the block device are not known for both.
+impl PartialEq for FileId {
+    fn eq(&self, other: &FileId) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+}
+
+impl Eq for FileId {}
 
 /// A backing file as it was recorded, when the headers of the images could be trusted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -30,7 +43,7 @@ pub struct RecordedBacking {
 
 impl From<&BackingFile> for RecordedBacking {
     fn from(found: &BackingFile) -> RecordedBacking {
-        RecordedBacking { file: found.identity.into(), qcow2: found.qcow2 }
+        RecordedBacking { file: FileId::from(found), qcow2: found.qcow2 }
     }
 }
 
@@ -42,32 +55,43 @@ impl FileId {
     /// Whether `now`, the file at `path`, is another file than this one. `is_open` says whether a daemon still has
     /// this file open, so that its numbers stay.
     pub(crate) fn is_replaced(self, path: &Path, now: FileId, is_open: bool) -> bool {
-        now != self && (is_open || !self.may_become(path, now))
+        let is_other_device = self.node.is_some() && self.node != now.node;
+        is_other_device || now != self && (is_open || !self.may_become(path, now))
     }
 
     /// Whether this file may have become `now`, the file at `path`, while no process had it open. A mount may change
     /// the number of a file system, some file systems renumber their files, and a block device may get a new node
-    /// in the same file system. A path that leads to a node in another one was changed.
+    /// in the same file system. A path that leads to another file system was changed.
     fn may_become(self, path: &Path, now: FileId) -> bool {
         let is_renumbered = |system: StatFs| RENUMBERED.contains(&(system.f_type as u64));
         now.inode == self.inode
-            || match fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
-                true => statfs(path).is_ok_and(is_renumbered),
-                false => now.device == self.device,
-            }
+            || now.device == self.device && (now.node.is_some() || statfs(path).is_ok_and(is_renumbered))
     }
+}
+
+fn numbers(device: u64) -> (u32, u32) {
+    (libc::major(device), libc::minor(device))
 }
 
 impl From<&fs::Metadata> for FileId {
     fn from(metadata: &fs::Metadata) -> FileId {
-        FileId::from((metadata.dev(), metadata.ino()))
+        let is_node = metadata.file_type().is_block_device();
+        let node = is_node.then(|| numbers(metadata.rdev()));
+        FileId { node, ..FileId::from((metadata.dev(), metadata.ino())) }
+    }
+}
+
+impl From<&BackingFile> for FileId {
+    fn from(found: &BackingFile) -> FileId {
+        let file = FileId::from(found.identity);
+        FileId::of(&found.path).filter(|now| *now == file).unwrap_or(file)
     }
 }
 
 /// From `st_dev` and `st_ino` of stat(2).
 impl From<(u64, u64)> for FileId {
     fn from((device, inode): (u64, u64)) -> FileId {
-        FileId { device: (libc::major(device), libc::minor(device)), inode }
+        FileId { device: numbers(device), inode, node: None }
     }
 }
 
@@ -76,13 +100,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_of_another_file_system_is_another_file() {
-        let id = |device, inode| FileId { device, inode };
-        let (before, dev) = (id((8, 1), 7), Path::new("/dev/null"));
-        assert!(!before.is_replaced(dev, before, true));
-        assert!(before.is_replaced(dev, id((8, 1), 8), true), "the daemon has the node open");
-        assert!(!before.is_replaced(dev, id((8, 1), 8), false), "the node was made again");
-        assert!(before.is_replaced(dev, id((0, 5), 8), false));
-        assert!(!before.is_replaced(dev, id((8, 2), 7), false), "the file system was mounted again");
+    fn a_node_of_another_device_is_another_file() {
+        let id = |device, inode, node| FileId { device, inode, node };
+        let (disk, other) = (Some((8, 16)), Some((8, 32)));
+        let (before, path) = (id((8, 1), 7, disk), Path::new("/dev/null"));
+        let is_replaced = |now, is_open| before.is_replaced(path, now, is_open);
+        assert!(!is_replaced(before, true));
+        assert!(is_replaced(id((8, 1), 8, disk), true), "the daemon has the node open");
+        assert!(!is_replaced(id((8, 1), 8, disk), false), "the node was made again");
+        assert!(!is_replaced(id((8, 2), 7, disk), false), "the file system was mounted again");
+        for now in [id((8, 1), 8, other), id((8, 1), 7, other), id((8, 1), 7, None), id((0, 5), 8, disk)] {
+            assert!(is_replaced(now, false), "{now:?}");
+        }
+        let of_older_version = id((8, 1), 7, None);
+        assert!(!of_older_version.is_replaced(path, id((8, 1), 8, disk), false));
+        assert!(of_older_version.is_replaced(path, id((8, 1), 8, None), false), "not on a node");
+    }
+
+    #[test]
+    fn an_identity_of_an_older_version_is_understood() {
+        let older = r#"{"device":[8,1],"inode":7}"#;
+        let file: FileId = serde_json::from_str(older).unwrap();
+        assert_eq!(serde_json::to_string(&file).unwrap(), older);
     }
 }

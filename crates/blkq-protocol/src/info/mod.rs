@@ -368,7 +368,7 @@ impl StateFile {
         let found = backing_files(path, options.backing_chain.into());
         for (at, now) in found.iter().enumerate() {
             let is_same =
-                |before: &&RecordedBacking| !before.file.is_replaced(&now.path, now.identity.into(), is_open);
+                |before: &&RecordedBacking| !before.file.is_replaced(&now.path, now.into(), is_open);
             match recorded.get(at).filter(is_same) {
                 Some(before) if before.qcow2 == now.qcow2 => {}
                 Some(before) => {

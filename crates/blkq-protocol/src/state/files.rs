@@ -96,8 +96,9 @@ impl ImageEntry {
     fn succeeded_with(&self, options: &Record) -> ImageEntry {
         let mut next = ImageEntry::new(self.number, &self.path, options, self.backing.clone());
         for (before, now) in next.backing.iter_mut().zip(backing_of(options)) {
-            if !before.file.is_replaced(&now.path, now.identity.into(), false) {
-                before.file = now.identity.into();
+            let file = FileId::from(&now);
+            if !before.file.is_replaced(&now.path, file, false) {
+                before.file = file;
             }
         }
         next
