@@ -71,11 +71,12 @@ impl Serve for Daemon {
 
     fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
+        let resolved = device::absolute(&device::with_ceph_files(options))?;
         let claim = match &options.name {
             Some(name) => dir.claim(name)?,
-            None => dir.claim_unique(&options.default_name())?,
+            None => dir.claim_unique(&options.default_name(), &resolved)?,
         };
-        claim.check_continues(&device::absolute(&device::with_ceph_files(options))?)?;
+        claim.check_attach(&resolved)?;
         Daemon::attach(claim, signals, options, Vec::new(), inherited, parent, Start::Attach)
     }
 

@@ -16,7 +16,7 @@ use super::remains::last_lines;
 use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
-use crate::options::{AttachOptions, Export, Format, Record};
+use crate::options::{AttachOptions, Export, Format, Record, find_ceph_files, with_write_access};
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.
@@ -73,10 +73,11 @@ impl StateDir {
         }
     }
 
-    /// Claims the first free name of `wanted`, `wanted-2`, `wanted-3` and so on. Characters that a name must
+    /// Claims the first free name of `wanted`, `wanted-2`, `wanted-3` and so on, for a device with `options`. The name
+    /// of a virtual machine's disk whose daemon died is free for the same image only. Characters that a name must
     /// not contain are replaced. Fails if the path of the directory is too long for any name, or if the
     /// directory cannot be written.
-    pub fn claim_unique(&self, wanted: &str) -> Outcome<Claim> {
+    pub fn claim_unique(&self, wanted: &str, options: &AttachOptions) -> Outcome<Claim> {
         let room = self.name_bytes_max();
         // The shortest name that is accepted here is three bytes long; the suffix needs five more ("-9999").
         if room < 8 {
@@ -89,6 +90,7 @@ impl StateDir {
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
             match Claim::take(self, &name, Taker::Attach)? {
+                Attempt::Claim(claim) if claim.has_another_disk(options) => {}
                 Attempt::Claim(claim) => return Ok(*claim),
                 // The orphaned block device most likely serves the same image, which must not be attached
                 // twice.
@@ -276,20 +278,20 @@ impl Claim {
 
     /// Refuses to attach a device with `options` under a name that belongs to the disk of a virtual machine whose
     /// daemon died, unless the options, those for Ceph included, serve the same disk at the same socket. Otherwise
-    /// the machine would later overwrite newer data with the requests that it submits again.
+    /// the machine would later overwrite newer data with the requests that it submits again, or these would fail. The
+    /// caller restores the settings that `blkq set` changed only if `options` contain them ([`with_write_access`]).
     pub fn check_continues(&self, options: &AttachOptions) -> Outcome {
-        let Some(before) = &self.before else { return Ok(()) };
-        let Ok(Some(theirs)) = before.guest_options() else { return Ok(()) };
-        let is_image = match (&theirs.image, &options.image) {
-            (DriverSpec::Image(one), DriverSpec::Image(other)) => {
-                FileId::of(other).is_some_and(|other| [before.file, FileId::of(one)].contains(&Some(other)))
-            }
-            (one, other) => one == other,
-        };
+        let Some((before, mut theirs)) = self.guest_before() else { return Ok(()) };
+        theirs = with_write_access(&theirs, &before.settings);
+        find_ceph_files(&mut theirs, |name| std::env::var_os(name));
+        let is_image = before.is_of_image(&theirs, options);
         let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
         let is_disk = is_image
             && theirs.ceph_conf == options.ceph_conf
             && theirs.offset == options.offset
+            && theirs.size_limit == options.size_limit
+            && theirs.sector_size == options.sector_size
+            && (theirs.read_only || !options.read_only)
             && is_qcow2(&theirs) == is_qcow2(options);
         // A machine that waits at another socket would submit its requests again to some later daemon.
         let socket =
@@ -305,6 +307,25 @@ impl Claim {
             "the name {name} belongs to the disk of a virtual machine, which waits because the daemon was killed or \
              crashed; run `blkq recover {name}` to serve it again, or `blkq detach {name}` to remove it{other_name}"
         )))
+    }
+
+    /// As [`Claim::check_continues`], for an attach. Also fails if another file is at the path of the image or of a
+    /// backing file ([`StateFile::check_image`]).
+    pub fn check_attach(&self, options: &AttachOptions) -> Outcome {
+        self.check_continues(options)?;
+        self.guest_before().map_or(Ok(()), |(before, _)| before.check_image(options, false))
+    }
+
+    /// Whether the name belongs to the disk of a virtual machine whose daemon died, and which is not the image of
+    /// `options`.
+    fn has_another_disk(&self, options: &AttachOptions) -> bool {
+        self.guest_before().is_some_and(|(before, theirs)| !before.is_of_image(&theirs, options))
+    }
+
+    /// The state and the attach options of the disk of a virtual machine whose daemon died.
+    fn guest_before(&self) -> Option<(&StateFile, AttachOptions)> {
+        let before = self.before.as_ref()?;
+        Some((before, before.guest_options().ok().flatten()?))
     }
 
     pub fn file(&self, suffix: &str) -> PathBuf {
@@ -348,6 +369,20 @@ impl Claim {
     /// before the first client connects.
     pub fn write_owner(&self, owner: Option<&str>) -> Outcome {
         self.dir.write_owner(&self.name, owner)
+    }
+}
+
+impl StateFile {
+    /// Whether `options` serve the image of this device, which has the options `of_device`. The image may have been
+    /// moved since.
+    fn is_of_image(&self, of_device: &AttachOptions, options: &AttachOptions) -> bool {
+        match (&of_device.image, &options.image) {
+            (one, other) if one == other => true,
+            (DriverSpec::Image(one), DriverSpec::Image(other)) => {
+                FileId::of(other).is_some_and(|other| [self.file, FileId::of(one)].contains(&Some(other)))
+            }
+            _ => false,
+        }
     }
 }
 
@@ -425,19 +460,23 @@ mod tests {
             ["image", "other"].map(|name| dir.path().join(name).to_str().unwrap().to_owned());
         fs::write(&image, "x").unwrap();
         fs::write(&other, "x").unwrap();
-        let guest = options(&[&image, "--export", "vhost-user-blk", "--offset", "512"]);
+        let guest = options(&[&image, "--export", "vhost-user-blk", "--offset", "512", "--read-only"]);
         let mut claim = dir.claim("a").unwrap();
         let number = claim.write_options(&image, &Record::new(&guest).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        let settings = vec![("read-only".to_owned(), "off".to_owned())];
+        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings };
         claim.write_state(&state).unwrap();
         claim.keep(true);
         drop(claim);
         let before = dir.read_state("a");
-        let attach = |words: &[&str]| dir.claim("a").unwrap().check_continues(&options(words));
+        let attach = |words: &[&str]| dir.claim("a").unwrap().check_attach(&options(words));
         for words in [
             &[&*image, "--offset", "512", "--export", "nbd"][..],
             &[&image, "--offset", "512", "--export", "vhost-user-blk", "--export", "ublk"],
             &[&image, "--export", "vhost-user-blk"],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--read-only"],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--size-limit", "1M"],
+            &[&image, "--offset", "512", "--export", "vhost-user-blk", "--sector-size", "4096"],
             &[&image, "--offset", "512", "--export", "vhost-user-blk", "--format", "qcow2"],
             &[&other, "--offset", "512", "--export", "vhost-user-blk"],
             &["ram:1M", "--export", "vhost-user-blk"],
@@ -452,8 +491,12 @@ mod tests {
         let socket = dir.file("a", ".vhost");
         let named = ["--vhost-socket", socket.to_str().unwrap()];
         assert_eq!(attach(&[&[&*image], &again[..], &named].concat()), Ok(()));
-        fs::rename(&image, dir.path().join("moved")).unwrap();
-        assert_eq!(attach(&[&[dir.path().join("moved").to_str().unwrap()], &again[..]].concat()), Ok(()));
+        let moved = dir.path().join("moved");
+        fs::rename(&image, &moved).unwrap();
+        assert_eq!(attach(&[&[moved.to_str().unwrap()], &again[..]].concat()), Ok(()));
+        fs::copy(&moved, &image).unwrap();
+        let refused = attach(&[&[&*image], &again[..]].concat()).unwrap_err().to_string();
+        assert!(refused.contains("run `blkq recover --allow-replaced a`"), "{refused}");
         assert_eq!(dir.read_state("a"), before, "an attach that fails changes nothing");
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(_))));
         assert!(attach(&[&other, "--export", "nbd"]).is_ok());
@@ -488,12 +531,33 @@ mod tests {
     #[test]
     fn unique_names_count_on() {
         let dir = scratch("unique");
-        let first = dir.claim_unique("d.img").unwrap();
-        let second = dir.claim_unique("d.img").unwrap();
+        let ram = options(&["ram:1M", "--export", "nbd"]);
+        let first = dir.claim_unique("d.img", &ram).unwrap();
+        let second = dir.claim_unique("d.img", &ram).unwrap();
         assert_eq!((first.name(), second.name()), ("d.img", "d.img-2"));
         drop(first);
-        assert_eq!(dir.claim_unique("d.img").unwrap().name(), "d.img");
+        assert_eq!(dir.claim_unique("d.img", &ram).unwrap().name(), "d.img");
         drop(second);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn the_name_of_a_waiting_guest_is_free_for_its_image_only() {
+        let dir = scratch("unique-guest");
+        let [one, other] = ["one", "other"].map(|name| dir.path().join(name).to_str().unwrap().to_owned());
+        fs::write(&one, "x").unwrap();
+        fs::write(&other, "x").unwrap();
+        let [one, other] = [one, other].map(|image| options(&[&image, "--export", "vhost-user-blk"]));
+        let mut claim = dir.claim("d.img").unwrap();
+        let number = claim.write_options("one", &Record::new(&one).unwrap(), None).unwrap();
+        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        claim.write_state(&state).unwrap();
+        claim.keep(true);
+        drop(claim);
+        let before = dir.read_state("d.img");
+        assert_eq!(dir.claim_unique("d.img", &other).unwrap().name(), "d.img-2");
+        assert_eq!(dir.claim_unique("d.img", &one).unwrap().name(), "d.img");
+        assert_eq!(dir.read_state("d.img"), before);
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
@@ -608,7 +672,13 @@ mod tests {
         drop(dir.claim(&fits).unwrap());
         assert!(dir.control_socket(&fits).as_os_str().len() == SOCKET_PATH_BYTES_MAX);
         assert!(dir.claim(&"n".repeat(max + 1)).unwrap_err().to_string().contains("at most"));
-        assert!(dir.claim_unique(&"n".repeat(400)).unwrap().name().len() <= max);
+        assert!(
+            dir.claim_unique(&"n".repeat(400), &options(&["ram:1M", "--export", "nbd"]))
+                .unwrap()
+                .name()
+                .len()
+                <= max
+        );
         fs::remove_dir_all(&dir.0).unwrap();
     }
 }
