@@ -179,6 +179,20 @@ fn a_service_is_upgraded_by_its_manager() {
     assert!(String::from_utf8(output.stdout).unwrap().starts_with("vhost-user:"));
     wait_for_device(&place, &mut next);
     assert_eq!((&settings()["depth"], &settings()["on-error"]), (&json!(9), &json!("hold")));
+
+    // A virtual machine would get another disk.
+    next.kill().unwrap();
+    next.wait().unwrap();
+    for line in ["read-only = true", "size-limit = \"512K\"", "offset = 512"] {
+        fs::write(place.dir.join("c/data.toml"), format!("{text}{line}\n")).unwrap();
+        let output = run(&place, &["service", "data"]);
+        let why = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && why.contains("run `blkq recover data`"), "{line}: {why}");
+    }
+    fs::write(place.dir.join("c/data.toml"), &text).unwrap();
+    let mut next = service(&place);
+    wait_for_device(&place, &mut next);
+    assert_eq!(settings()["depth"], 9);
     place.done(&["detach", "data"]);
     assert_eq!(next.wait().unwrap().code(), Some(0));
     assert!(place.files().is_empty());

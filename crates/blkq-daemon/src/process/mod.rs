@@ -21,7 +21,7 @@ use blkq_protocol::control::{Reply, line_of, reply_line};
 use blkq_protocol::daemon::{Obstacle, Operation, Parent, Serve};
 use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use blkq_protocol::info::{BlockDevice, DeviceInfo};
-use blkq_protocol::options::AttachOptions;
+use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::{Claim, Orphan, StateDir};
 use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -89,6 +89,9 @@ impl Serve for Daemon {
     ) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = dir.claim_for_successor(name)?;
+        // The options of a service are those of its file now.
+        let restored = with_write_access(options, &settings);
+        claim.check_continues(&device::absolute(&device::with_ceph_files(&restored))?)?;
         Daemon::attach(claim, signals, options, settings, inherited, parent, Start::Succeed)
     }
 
