@@ -45,8 +45,8 @@ pub const FLUSHES_IGNORED: &str =
 impl Device {
     /// NBD listens on the addresses of `options`, else on the `inherited` sockets, else on a unix socket in
     /// the state directory. `settings` are those that were changed under the last daemon; one that cannot be
-    /// restored becomes a warning, except that the device must become writable. If the device cannot be served,
-    /// nothing is left open.
+    /// restored becomes a warning, unless it made the device writable: then this fails. If the device cannot
+    /// be served, nothing is left open.
     pub fn open(
         options: &AttachOptions,
         settings: Vec<(String, String)>,
@@ -120,15 +120,18 @@ impl Device {
         let Some(block_device) = state.ublk else {
             return Err(Failure::new("the state file names no block device to take over"));
         };
-        let options = &with_ceph_files(options);
+        let recorded = &with_ceph_files(options);
         let identity = block_device.identity();
-        let served = Served::record(options, claim, Some(identity))?;
-        let mut options = with_write_access(options, &state.settings);
+        let mut options = with_write_access(recorded, &state.settings);
         let fewer_threads = limit_threads(&mut options)?;
         let threads = options.threads_per_queue;
         keep_format(&mut options);
         let bytes = size_of(identity)?;
         keep_size(&mut options, bytes);
+        // The files may have been replaced by those of another device that waits.
+        let check = || claim.dir().check_not_waiting(claim.name(), &options);
+        check()?;
+        let served = Served::record(recorded, claim, Some(identity))?;
         let nbd = options.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&options, claim, inherited)? } else { Vec::new() };
         let attach =
@@ -149,7 +152,8 @@ impl Device {
                 predecessor.clone(),
                 journals,
             );
-            opened.map_err(|error| refusal(error, &options, claim))
+            let opened = opened.map_err(|error| refusal(error, &options, claim))?;
+            check().map(|()| opened)
         };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
         let settings = state.settings;
