@@ -46,7 +46,8 @@ impl ServedDisk {
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
         served.join_group(options, claim, start.is_successor)?;
-        saved.restore(|setting| apply(&served.disk, None, setting))?;
+        let is_read_only = served.disk.limits().read_only;
+        saved.restore(is_read_only, |setting| apply(&served.disk, None, setting))?;
         served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
         Ok(served)
     }

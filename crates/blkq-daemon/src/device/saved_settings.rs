@@ -108,10 +108,14 @@ impl SavedSettings {
         }
     }
 
-    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet. Fails if the disk
-    /// cannot become writable: the writes that wait would fail.
-    pub fn restore(&mut self, apply: impl Fn(&Setting) -> Outcome) -> Outcome {
+    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet, and
+    /// is read-only if `is_read_only` is set. Fails if it cannot become writable: the writes that wait would fail.
+    pub fn restore(&mut self, is_read_only: bool, apply: impl Fn(&Setting) -> Outcome) -> Outcome {
         for setting in std::mem::take(&mut self.settings) {
+            // A driver may be unable to become writable, although it was opened for writing.
+            if setting == Setting::ReadOnly(false) && !is_read_only {
+                continue;
+            }
             match apply(&setting) {
                 Err(failure) if setting == Setting::ReadOnly(false) => {
                     return Err(Failure::new(not_restored(setting.name(), &setting.value(), &failure)));
@@ -159,14 +163,16 @@ mod tests {
     #[test]
     fn only_a_disk_that_cannot_become_writable_is_not_served() {
         let options = options(&["ram:1M", "--export", "nbd", "--read-only"]);
-        let restored = |key: &str, value: &str| {
+        let restored_to = |is_read_only, key: &str, value: &str| {
             let text = [(key.to_owned(), value.to_owned())];
             let mut saved = SavedSettings::read(SettingGroups::new(&options), &text);
-            let outcome = saved.restore(|_| Err(Failure::new("it is locked")));
+            let outcome = saved.restore(is_read_only, |_| Err(Failure::new("it is locked")));
             (outcome.map_err(|failure| failure.to_string()), saved.warnings)
         };
+        let restored = |key: &str, value: &str| restored_to(true, key, value);
         let why = |setting: &str| format!("cannot restore the setting {setting}: it is locked");
         assert_eq!(restored("read-only", "off"), (Err(why("read-only=off")), vec![]));
+        assert_eq!(restored_to(false, "read-only", "off"), (Ok(()), vec![]), "it is writable already");
         assert_eq!(restored("read-only", "on"), (Ok(()), vec![why("read-only=on")]));
         assert_eq!(restored("depth", "8"), (Ok(()), vec![why("depth=8")]));
     }
