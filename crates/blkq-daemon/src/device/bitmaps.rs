@@ -13,8 +13,9 @@ impl Device {
     }
 
     /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
-    /// file. Fails if the image cannot have a bitmap file, or the device is stopping.
-    pub fn set_bitmap_file(&self, file: File) -> Outcome {
+    /// file. Fails if the image cannot have a bitmap file, or the device is stopping, and as `permit` does.
+    pub fn set_bitmap_file(&self, file: File, permit: Permit) -> Outcome {
+        let _changing = self.begin_change_if(permit)?;
         Ok(self.running()?.disk.set_bitmap_file(file)?)
     }
 

@@ -91,7 +91,8 @@ fn serve(shared: &Shared, stream: UnixStream) {
             answer(&stream, &reply_line(Ok(())));
             let file = receive_file(&stream);
             let open = shared.stage().check();
-            reply_line(file.and_then(|file| open.and_then(|()| shared.device().set_bitmap_file(file))))
+            let set = |file| open.and_then(|()| shared.device().set_bitmap_file(file, &permit));
+            reply_line(file.and_then(set))
         }
         Request::JoinGroup { group } => {
             log::line(&format!("set group={group}"));

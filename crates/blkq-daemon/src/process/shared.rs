@@ -435,6 +435,15 @@ mod tests {
         Served { dir, claim, shared, _woken }.stop();
     }
 
+    #[test]
+    fn a_client_that_exited_sets_no_bitmap_file() {
+        let served = Served::new("bitmap-permit", &["ram:1M"]);
+        let exited = || Err(Failure::new("the client exited"));
+        let file = File::open("/dev/null").unwrap();
+        assert_eq!(served.shared.device.set_bitmap_file(file, &exited), exited());
+        served.stop();
+    }
+
     // Contract: detach
     #[test]
     fn a_signal_that_starts_no_thread_is_not_the_first_one() {
