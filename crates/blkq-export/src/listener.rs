@@ -19,7 +19,7 @@ use crate::retry::retry;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Interval at which a TCP address that is in use is tried again.
+/// Interval at which an address that is in use is tried again.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// Group and mode of a unix socket that the server creates. Connecting needs write permission (unix(7)).
@@ -102,7 +102,7 @@ impl Listen {
     }
 
     /// Opens the socket, which blocks. An inherited one may be connected to the only client. Waits for an address that
-    /// is in use for up to `wait`; for a unix socket only if the process that listens has exited.
+    /// is in use for up to `wait`; for a unix socket not if the process that listens is known to be running.
     pub(crate) fn open(self, access: SocketAccess, wait: Duration) -> Result<Listener, Error> {
         let until = Instant::now() + wait;
         let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
@@ -151,8 +151,8 @@ fn listen_unix(path: PathBuf, access: SocketAccess, until: Instant) -> Result<Li
     Ok(Listener { socket, listen_address })
 }
 
-/// Waits until no process listens on the socket at `path`. Fails if another process does, or, after `until`, if the
-/// kernel still holds the socket of a process that has exited.
+/// Waits until no process listens on the socket at `path`. Fails if a running process does, or, after `until`, if the
+/// kernel still holds the socket of a process that has exited, or of one that cannot be identified.
 fn wait_until_stale(path: &Path, address: &SocketAddrUnix, until: Instant) -> Result<(), Error> {
     let busy = |why| Error::new(ErrorKind::Busy, format!("cannot listen on {}: {why}", path.display()));
     loop {
@@ -160,34 +160,47 @@ fn wait_until_stale(path: &Path, address: &SocketAddrUnix, until: Instant) -> Re
         if !is_socket {
             return Err(busy("a file with this path exists; remove it, or choose another path"));
         }
-        // Connecting to the stale socket of a killed server is refused. The probe does not block: a server whose
-        // queue of waiting clients is full returns EAGAIN, which shows that it is running.
+        // Connecting to the stale socket of a killed server is refused. The probe does not block.
         let probe = new_socket(SocketFlags::NONBLOCK)?;
-        let connected = rustix::net::connect(&probe, address);
-        if connected == Err(Errno::CONNREFUSED) {
-            return Ok(());
-        }
-        // The kernel resets the connection when it closes the socket.
-        if connected.is_err() || !listener_has_exited(&probe) || !hangs_up(&probe, until) {
+        let is_released = match rustix::net::connect(&probe, address) {
+            Err(Errno::CONNREFUSED) => return Ok(()),
+            // The kernel resets the connection when it closes the socket.
+            Ok(()) => !listener_is_running(&probe) && hangs_up(&probe, until),
+            // The queue of waiting clients is full, so the server cannot be identified.
+            Err(Errno::AGAIN | Errno::INTR) => {
+                let left = until.saturating_duration_since(Instant::now());
+                std::thread::sleep(left.min(RETRY));
+                !left.is_zero()
+            }
+            Err(_) => false,
+        };
+        if !is_released {
             return Err(busy("another server is listening; stop it, or choose another path"));
         }
     }
 }
 
-/// Whether the process that listens at the other end of `client` has exited. Its ring may still hold the socket.
-fn listener_has_exited(client: &OwnedFd) -> bool {
-    let Ok(Peer { pid: Some(pid), .. }) = Peer::of(client) else { return false };
+/// Whether the process that listens at the other end of `client` is known to be running. After it has exited, its ring
+/// may still hold the socket. A process in a PID namespace that was removed, or is not visible, has no number.
+fn listener_is_running(client: &OwnedFd) -> bool {
+    let Ok(Peer { pid, .. }) = Peer::of(client) else { return true };
+    let Some(pid) = pid else { return false };
     match std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())) {
-        Ok(status) => status.lines().any(|line| line.starts_with("State:\tZ")),
-        Err(e) => e.kind() == std::io::ErrorKind::NotFound,
+        Ok(status) => !status.lines().any(|line| line.starts_with("State:\tZ")),
+        Err(e) => e.kind() != std::io::ErrorKind::NotFound,
     }
 }
 
 fn hangs_up(client: &OwnedFd, until: Instant) -> bool {
-    let left = until.saturating_duration_since(Instant::now());
-    let left = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-    let mut fds = [PollFd::new(client, PollFlags::empty())];
-    matches!(rustix::event::poll(&mut fds, Some(&left)), Ok(1))
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let time = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let mut fds = [PollFd::new(client, PollFlags::empty())];
+        match rustix::event::poll(&mut fds, Some(&time)) {
+            Err(Errno::INTR) if !left.is_zero() => {}
+            polled => return polled == Ok(1),
+        }
+    }
 }
 
 /// Sets the group before the mode: the socket is never more accessible than `access` allows.
@@ -407,5 +420,32 @@ mod tests {
             assert!(checking.join().unwrap() > 0);
         });
         assert!(!path.exists());
+    }
+
+    /// The ring of a killed server holds its socket for a while, whose queue of clients may be full.
+    #[test]
+    fn a_full_queue_of_clients_is_waited_for() {
+        let path = std::env::temp_dir().join(format!("blkq-full-{}", std::process::id()));
+        let address = SocketAddrUnix::new(&path).unwrap();
+        let server = new_socket(SocketFlags::empty()).unwrap();
+        rustix::net::bind(&server, &address).unwrap();
+        rustix::net::listen(&server, 0).unwrap();
+        let mut waiting = Vec::new();
+        loop {
+            let client = new_socket(SocketFlags::NONBLOCK).unwrap();
+            match rustix::net::connect(&client, &address) {
+                Err(Errno::AGAIN) => break,
+                connected => connected.unwrap(),
+            }
+            waiting.push(client);
+        }
+        let open = |wait| Listen::Unix(path.clone()).open(SocketAccess::default(), wait);
+        assert_eq!(open(Duration::ZERO).err().map(|e| e.kind()), Some(ErrorKind::Busy));
+        let closing = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(server);
+        });
+        assert!(open(Duration::from_secs(60)).is_ok());
+        closing.join().unwrap();
     }
 }
