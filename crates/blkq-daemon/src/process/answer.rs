@@ -1,7 +1,8 @@
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use blkq_protocol::control::resize::NewSize;
@@ -11,39 +12,79 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
 use super::commit::serve_commit;
-use super::shared::{Shared, Stage};
+use super::shared::{LEAVE_WAIT, Shared, Stage};
 use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
 use crate::log;
 
 /// More commands at the same time are rejected.
-const ANSWERING_MAX: usize = 16;
+pub(super) const ANSWERING_MAX: usize = 16;
 
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
-    let reject = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
-    // The mode of the socket restricts users already, but the socket may have been moved to another
-    // directory.
-    match Peer::of(&stream) {
-        Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => {}
-        _ => return reject("only root and the user who runs the daemon may send commands"),
+    let started = admit(shared, stream).and_then(|stream| serve_on_thread(shared, stream));
+    if let Err((stream, why)) = started {
+        reject(&stream, why);
     }
-    if shared.answering() >= ANSWERING_MAX {
-        return reject("too many commands at the same time; try again");
-    }
-    shared.spawn(|shared| serve(shared, stream));
 }
 
 /// Accepts all clients that have connected to a daemon that stops: each command has an answer of its own for a
-/// stopped device. No further client can connect.
+/// stopped device. This thread answers the commands that get no other thread. No further client can connect.
 pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
     let _ = shutdown(control, Shutdown::Read);
+    let until = Instant::now() + LEAVE_WAIT;
     while let Ok((stream, _)) = control.accept() {
-        accept(shared, stream);
+        let stream = match admit(shared, stream) {
+            Ok(stream) => stream,
+            Err((stream, why)) => {
+                reject(&stream, why);
+                continue;
+            }
+        };
+        if let Err((stream, why)) = serve_on_thread(shared, stream) {
+            match has_sent(&stream, until.saturating_duration_since(Instant::now())) {
+                true => serve(shared, stream),
+                false => reject(&stream, why),
+            }
+        }
     }
 }
 
-fn serve(shared: &Shared, stream: UnixStream) {
-    let request = match read_request(&stream) {
+/// A client that is rejected, and why.
+type Rejected = (Arc<UnixStream>, &'static str);
+
+fn admit(shared: &Shared, stream: UnixStream) -> Result<Arc<UnixStream>, Rejected> {
+    let stream = Arc::new(stream);
+    // The mode of the socket restricts users already, but the socket may have been moved to another
+    // directory.
+    match Peer::of(&*stream) {
+        Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => Ok(stream),
+        _ => Err((stream, "only root and the user who runs the daemon may send commands")),
+    }
+}
+
+fn serve_on_thread(shared: &Arc<Shared>, stream: Arc<UnixStream>) -> Result<(), Rejected> {
+    if shared.answering() >= ANSWERING_MAX {
+        return Err((stream, "too many commands at the same time; try again"));
+    }
+    let of_thread = stream.clone();
+    match shared.spawn(|shared| serve(shared, of_thread)) {
+        true => Ok(()),
+        false => Err((stream, "cannot start a thread for the command; try again")),
+    }
+}
+
+fn reject(stream: &UnixStream, why: &str) {
+    answer(stream, &reply_line::<()>(Err(Failure::new(why))));
+}
+
+fn serve(shared: &Shared, stream: Arc<UnixStream>) {
+    let until = Instant::now() + LINE_TIMEOUT;
+    if !has_sent(&stream, LEAVE_WAIT) {
+        shared.without_answer(|| {
+            has_sent(&stream, until.saturating_duration_since(Instant::now()));
+        });
+    }
+    let request = match read_request(&stream, until) {
         Ok(request) => request,
         Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
     };
@@ -88,16 +129,14 @@ fn serve(shared: &Shared, stream: UnixStream) {
         }
         Request::Bitmaps {} => reply_line(shared.device().bitmaps()),
         Request::BitmapFile {} => {
-            answer(&stream, &reply_line(Ok(())));
-            let file = receive_file(&stream);
+            let file = ask_for_file(shared, &stream);
             let open = shared.stage().check();
             let set = |file| open.and_then(|()| shared.device().set_bitmap_file(file, &permit));
             reply_line(file.and_then(set))
         }
         Request::JoinGroup { group } => {
             log::line(&format!("set group={group}"));
-            answer(&stream, &reply_line(Ok(())));
-            let file = receive_file(&stream);
+            let file = ask_for_file(shared, &stream);
             reply_line(file.and_then(|file| shared.join_group(&group, file, &permit)).inspect_err(refused))
         }
         Request::Bitmap { change } => {
@@ -131,7 +170,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");
                 answer(&stream, &reply_line(Ok(())));
-                shared.wait_for_answers(1);
+                shared.wait_for_answers(1, LEAVE_WAIT);
                 // Exit as if killed. The kernel aborts the requests that it passed to this process when the
                 // process exits; if only the ring were closed, the kernel might wait for these requests for
                 // ever.
@@ -150,6 +189,13 @@ fn serve(shared: &Shared, stream: UnixStream) {
     answer(&stream, &reply);
 }
 
+/// Fails if the device is stopping, or no file arrives.
+fn ask_for_file(shared: &Shared, stream: &UnixStream) -> Outcome<File> {
+    shared.stage().check()?;
+    answer(stream, &reply_line(Ok(())));
+    receive_file(stream)
+}
+
 /// A client that only shut down its sending side still waits for an answer.
 fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::empty())];
@@ -157,9 +203,14 @@ fn has_hung_up(stream: &UnixStream) -> bool {
         && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
-/// Reads one line within [`LINE_TIMEOUT`], at most [`LINE_BYTES_MAX`] long.
-fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
-    let until = Instant::now() + LINE_TIMEOUT;
+/// Whether the client sends something, or closes the connection, within `wait`. A signal ends the wait.
+fn has_sent(stream: &UnixStream, wait: Duration) -> bool {
+    let wait = Timespec { tv_sec: wait.as_secs().cast_signed(), tv_nsec: wait.subsec_nanos().into() };
+    poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&wait)) != Ok(0)
+}
+
+/// Reads one line, at most [`LINE_BYTES_MAX`] long. `until` is [`LINE_TIMEOUT`] after the client was accepted.
+fn read_request(mut stream: &UnixStream, until: Instant) -> Outcome<Request> {
     let mut line = Vec::new();
     let mut piece = [0; 4096];
     loop {

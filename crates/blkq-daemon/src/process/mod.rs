@@ -35,7 +35,7 @@ use crate::sandbox::operations::OPERATIONS;
 use crate::{log, sandbox};
 
 use answer::{accept, accept_all, answer};
-use shared::{Shared, Stage, Stopped, Termination};
+use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination};
 
 /// How long to pause after accept or poll has failed, for example because no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
@@ -373,7 +373,7 @@ impl Daemon {
     fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
         accept_all(&shared, &control);
-        shared.wait_for_answers(0);
+        shared.wait_for_answers(0, STOP_WAIT);
         drop((control, pid_file));
         claim.keep(shared.device().leaves_block_device());
         drop(claim);

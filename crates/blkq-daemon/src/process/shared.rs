@@ -17,8 +17,11 @@ use crate::device::Device;
 use crate::log;
 use blkq::units::format_bytes;
 
-/// How long a daemon that stops, or leaves its device to the next daemon, waits until commands have been answered.
-const LEAVE_WAIT: Duration = Duration::from_millis(100);
+/// How long a daemon that leaves its device to the next daemon waits until commands have been answered, and how long a
+/// daemon waits for the command of a client that has connected before the client counts as silent.
+pub(super) const LEAVE_WAIT: Duration = Duration::from_millis(100);
+/// How long a daemon whose device has stopped waits until commands have been answered. None waits for I/O then.
+pub(super) const STOP_WAIT: Duration = Duration::from_secs(5);
 /// Delay before another attempt to adopt a changed size of the image, if I/O in flight prevented it. Doubles
 /// with each attempt up to [`SIZE_RETRY_MAX`], because each attempt makes new I/O wait for a while.
 const SIZE_RETRY: Duration = Duration::from_secs(15);
@@ -81,7 +84,7 @@ pub(super) struct Stopped {
     /// The result of the last flush.
     pub(super) flushed: Outcome,
     /// The client that requested the stop and waits for the answer.
-    pub(super) asker: Option<UnixStream>,
+    pub(super) asker: Option<Arc<UnixStream>>,
 }
 
 impl Shared {
@@ -248,7 +251,7 @@ impl Shared {
     }
 
     /// The device must be closed.
-    pub(super) fn stop(&self, asker: Option<UnixStream>) {
+    pub(super) fn stop(&self, asker: Option<Arc<UnixStream>>) {
         notify("STOPPING=1\nSTATUS=Flushing and stopping");
         let flushed = self.device.stop();
         // The receivers belong to the main thread, which ends last.
@@ -256,9 +259,9 @@ impl Shared {
         let _ = (&self.waker).write_all(&[0]);
     }
 
-    /// Waits a moment until at most `own` commands have no answer: a command that gets none reports an error.
-    pub(super) fn wait_for_answers(&self, own: usize) {
-        let until = Instant::now() + LEAVE_WAIT;
+    /// Waits for up to `wait` until at most `own` commands have no answer: a command that gets none reports an error.
+    pub(super) fn wait_for_answers(&self, own: usize, wait: Duration) {
+        let until = Instant::now() + wait;
         while self.unanswered() > own && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -332,6 +335,8 @@ impl Shared {
 mod tests {
     use std::cell::Cell;
     use std::io::Read;
+    use std::os::unix::net::UnixListener;
+    use std::sync::Barrier;
     use std::sync::mpsc::{Receiver, channel};
 
     use blkq::testing::wait_until;
@@ -341,6 +346,7 @@ mod tests {
 
     use super::*;
     use crate::device::Permit;
+    use crate::process::answer::{ANSWERING_MAX, accept, accept_all};
 
     struct Served {
         dir: StateDir,
@@ -441,6 +447,44 @@ mod tests {
         let exited = || Err(Failure::new("the client exited"));
         let file = File::open("/dev/null").unwrap();
         assert_eq!(served.shared.device.set_bitmap_file(file, &exited), exited());
+        served.stop();
+    }
+
+    // Contract: detach
+    #[test]
+    fn each_command_gets_an_answer_of_a_device_that_stops() {
+        let served = Served::new("answers", &["ram:1M"]);
+        let shared = &served.shared;
+        let path = served.claim.file(".control");
+        let control = UnixListener::bind(&path).unwrap();
+        control.set_nonblocking(true).unwrap();
+        let end = Arc::new(Barrier::new(ANSWERING_MAX + 1));
+        for _ in 0..ANSWERING_MAX {
+            let end = end.clone();
+            assert!(shared.spawn(move |_| {
+                end.wait();
+            }));
+        }
+        let ask = |command: &str| {
+            let mut stream = UnixStream::connect(&path).unwrap();
+            stream.write_all(format!("{command}\n").as_bytes()).unwrap();
+            stream
+        };
+        let stat = r#"{"command":"stat"}"#;
+        let waiting = [stat, stat, r#"{"command":"set","settings":[["depth","9"]]}"#, stat].map(ask);
+        accept(shared, control.accept().unwrap().0);
+        *shared.stage() = Stage::Stopping;
+        accept_all(shared, &control);
+        let [first, second, third, last] = waiting.map(|mut stream| {
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            answer
+        });
+        assert!(first.contains("too many commands"), "{first}");
+        assert!(third.contains("the device is stopping"), "{third}");
+        assert!([second, last].iter().all(|answer| answer.starts_with(r#"{"ok":"#)));
+        end.wait();
+        wait_until("the threads have ended", || shared.answering() == 0);
         served.stop();
     }
 
