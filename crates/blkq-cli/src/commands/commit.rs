@@ -109,7 +109,7 @@ impl Args {
         };
         let base = open_base(&image, self.backing_chain.into()).map_err(|e| {
             let (kind, hint) = match e.kind() {
-                ErrorKind::Busy => (ErrorKind::Busy, "detach the device that uses it"),
+                ErrorKind::Busy => (ErrorKind::Busy, "detach the device or stop the program that uses it"),
                 _ => {
                     (ErrorKind::BackingFile, "add --backing-chain allow if you trust the author of the image")
                 }

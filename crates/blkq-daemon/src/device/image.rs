@@ -6,7 +6,7 @@ use blkq::ErrorKind;
 use blkq::text::shell_word;
 use blkq::units::parse_bytes;
 use blkq_drivers::qcow2::Journals;
-use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
+use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened, READ_ONLY_HINT};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
@@ -133,6 +133,8 @@ fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
 }
 
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
+    // The clients of a device that waits would lose their writes.
+    let error = if claim.is_kept() { without_read_only_hint(error) } else { error };
     let hint = match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
@@ -162,6 +164,16 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
         _ => return format_refusal(error, options),
     };
     Failure::new(format!("{error}{hint}"))
+}
+
+fn without_read_only_hint(error: blkq::Error) -> blkq::Error {
+    match error.cure().strip_suffix(READ_ONLY_HINT) {
+        Some(others) => {
+            let others = others.trim_end_matches(", or ").to_owned();
+            error.with_cure(others)
+        }
+        None => error,
+    }
 }
 
 /// For an image that is not in use.
@@ -314,6 +326,16 @@ mod tests {
         release.join().unwrap();
         std::fs::remove_file(path).unwrap();
         std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_device_that_waits_is_not_to_be_opened_read_only() {
+        let hint = |cure: String| {
+            without_read_only_hint(blkq::Error::new(ErrorKind::Denied, "x").with_cure(cure)).cure().to_owned()
+        };
+        assert_eq!(hint(format!("grant write permission, or {READ_ONLY_HINT}")), "grant write permission");
+        assert_eq!(hint(READ_ONLY_HINT.to_owned()), "");
+        assert_eq!(hint("close it".to_owned()), "close it");
     }
 
     #[test]

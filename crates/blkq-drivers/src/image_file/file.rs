@@ -22,8 +22,8 @@ use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
 use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{
-    DirectAlign, check_type, check_writable, is_open_for_writing, name_now, power_of_two, probe_direct,
-    queue_attribute, set_flag,
+    DirectAlign, READ_ONLY_HINT, check_type, check_writable, is_open_for_writing, name_now, power_of_two,
+    probe_direct, queue_attribute, set_flag,
 };
 
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
@@ -358,12 +358,11 @@ fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {
     if let Some(why) = busy {
         return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     }
+    let writable = format!("grant write permission, or {READ_ONLY_HINT}");
     let (what, hint) = match error.raw_os_error() {
         // An open with O_NONBLOCK fails this way while another process holds a lease (F_SETLEASE in fcntl(2)).
         Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
-            (" for writing", "grant write permission, or open it read-only")
-        }
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => (" for writing", writable.as_str()),
         Some(libc::EACCES | libc::EPERM) => ("", "grant read permission, or open it as its owner"),
         _ => ("", ""),
     };
