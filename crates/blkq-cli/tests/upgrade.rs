@@ -462,6 +462,18 @@ fn a_header_changes_neither_format_nor_a_deeper_backing_file() {
     place.refused(&["recover", "d"]);
     place.done(&["recover", "--allow-replaced", "d"]);
     place.done(&["upgrade", "d"]);
+    // An older version recorded no backing files.
+    kill_and_wait(place.pid("d"), &[&plain]);
+    let mut options = place::client::state(&place, "d.options");
+    options.as_object_mut().unwrap().remove("has_backing").unwrap();
+    for image in options["images"].as_array_mut().unwrap() {
+        image.as_object_mut().unwrap().remove("backing");
+    }
+    fs::write(place.state().join("d.options"), options.to_string()).unwrap();
+    place.done(&["recover", "d"]);
+    let options = place::client::state(&place, "d.options");
+    assert_eq!(options["images"].as_array().unwrap().last().unwrap()["backing"][0]["qcow2"], json!(false));
+    place.done(&["upgrade", "d"]);
     place.done(&["detach", "d"]);
 }
 

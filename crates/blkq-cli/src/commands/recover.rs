@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use blkq_protocol::control::{Called, Request, call, no_such_device};
 use blkq_protocol::daemon::{Parent, Serve};
-use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::StateFile;
 use blkq_protocol::options::AttachOptions;
 use blkq_protocol::state::{Fate, Found, StateDir, check_name};
@@ -69,7 +69,13 @@ fn recover(dir: &StateDir, name: &str, allow_replaced: bool) -> Outcome {
     let during = |e: Failure| e.during(format_args!("recover {name}"));
     // While an upgrade is running, the upgrade itself starts the next daemon.
     let _lock = dir.lock_upgrade(name, true).map_err(during)?;
+    // Read before the clients of the new daemon can change the headers of the images, and recorded when the program
+    // that cannot read the record is no longer needed.
+    let unrecorded = dir.unrecorded_backing_files(name);
     let Launched { info, .. } = Program::This.launch_recover(name, allow_replaced).map_err(during)?;
+    if let Err(failure) = dir.record_backing_files(name, &unrecorded) {
+        print_error(&during(failure.during("warning: cannot record the backing files")));
+    }
     report(&info)
 }
 

@@ -60,7 +60,7 @@ pub struct OptionsFile {
     ublk: Option<u64>,
     /// Whether entries may record backing files. Older versions cannot read such entries. So a file that an older
     /// version wrote gets none, even from this version: after a failed upgrade, a daemon of the older version reads
-    /// the file.
+    /// the file. `blkq recover` sets this, when no daemon of the older version is left.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     has_backing: bool,
     images: Vec<ImageEntry>,
@@ -273,6 +273,31 @@ impl StateDir {
         self.change_options(&state.name, |file| {
             let images = file.images.iter_mut().filter(|image| image.number == number);
             images.for_each(|image| image.backing.clone_from(&now));
+            Ok(())
+        })
+    }
+
+    /// The backing files of each image of the device `name`, by the path of the image, if an older version wrote
+    /// `NAME.options` and did not record them.
+    pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(String, Vec<RecordedBacking>)> {
+        let options = self.read_options(name).ok().filter(|options| !options.has_backing);
+        let images = options.into_iter().flat_map(|options| options.images);
+        images.map(|image| (image.path, recorded(&backing_of(&image.options)))).collect()
+    }
+
+    /// Records the [`StateDir::unrecorded_backing_files`], if there are any. Older versions can then no longer read
+    /// `NAME.options`. Fails if the file cannot be replaced.
+    pub fn record_backing_files(&self, name: &str, found: &[(String, Vec<RecordedBacking>)]) -> Outcome {
+        if found.is_empty() {
+            return Ok(());
+        }
+        self.change_options(name, |file| {
+            for image in &mut file.images {
+                let known = found.iter().find(|(path, _)| *path == image.path);
+                image.backing = known
+                    .map_or_else(|| recorded(&backing_of(&image.options)), |(_, backing)| backing.clone());
+            }
+            file.has_backing = true;
             Ok(())
         })
     }
@@ -530,6 +555,10 @@ mod tests {
             text.contains("/second") && text.contains("\"ublk\":3") && !text.contains("backing\""),
             "{text}"
         );
+        assert_eq!(dir.read_state("a").unwrap().backing, None);
+        dir.record_backing_files("a", &dir.unrecorded_backing_files("a")).unwrap();
+        assert_eq!(dir.read_state("a").unwrap().backing, Some(Vec::new()));
+        assert!(dir.unrecorded_backing_files("a").is_empty());
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
