@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::backing_files;
+use blkq_drivers::qcow2::{BackingFile, backing_files};
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
@@ -364,30 +364,38 @@ impl StateFile {
             )));
         }
         let (Some(recorded), Some(Format::Qcow2)) = (&self.backing, options.format) else { return Ok(()) };
-        let mut overlay: &Path = path;
         let found = backing_files(path, options.backing_chain.into());
+        self.check_formats(path, &found)?;
+        let mut overlay: &Path = path;
         for (at, now) in found.iter().enumerate() {
-            let is_same =
-                |before: &&RecordedBacking| !before.file.is_replaced(&now.path, now.into(), is_open);
-            match recorded.get(at).filter(is_same) {
-                Some(before) if before.qcow2 == now.qcow2 => {}
-                Some(before) => {
-                    let (shown, of) = (shell_word(&now.path), shell_word(overlay));
-                    let format = if before.qcow2 { "qcow2" } else { "raw" };
-                    return Err(Failure::new(format!(
-                        "{} names another format for its backing file than before; run `qemu-img rebase -u -b {shown} \
-                         -F {format} {of}`, or run `blkq detach {name}`",
-                        overlay.display()
-                    )));
-                }
-                None => {
-                    return Err(Failure::new(format!(
-                        "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach \
-                         {name}` and attach the image again{or_accept}",
-                        now.path.display(),
-                        overlay.display()
-                    )));
-                }
+            let is_same = |before: &RecordedBacking| !before.file.is_replaced(&now.path, now.into(), is_open);
+            if !recorded.get(at).is_some_and(is_same) {
+                return Err(Failure::new(format!(
+                    "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
+                     and attach the image again{or_accept}",
+                    now.path.display(),
+                    overlay.display()
+                )));
+            }
+            overlay = &now.path;
+        }
+        Ok(())
+    }
+
+    /// Checks that the backing files `found` of the image at `path` have the recorded formats. A raw image that is
+    /// opened as qcow2 would decide by its contents, which a client may have written, which files are opened.
+    pub(crate) fn check_formats(&self, path: &Path, found: &[BackingFile]) -> Outcome {
+        let mut overlay = path;
+        for (before, now) in self.backing.iter().flatten().zip(found) {
+            if before.qcow2 != now.qcow2 {
+                let (shown, of) = (shell_word(&now.path), shell_word(overlay));
+                let format = if before.qcow2 { "qcow2" } else { "raw" };
+                return Err(Failure::new(format!(
+                    "{} names another format for its backing file than before; run `qemu-img rebase -u -b {shown} -F \
+                     {format} {of}`, or run `blkq detach {}`",
+                    overlay.display(),
+                    self.name
+                )));
             }
             overlay = &now.path;
         }

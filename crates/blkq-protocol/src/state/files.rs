@@ -263,13 +263,15 @@ impl StateDir {
     }
 
     /// Records the files that are the backing files of the device's image now, in place of the recorded files. No
-    /// daemon serves the device. Fails if `NAME.options` cannot be replaced.
+    /// daemon serves the device. Fails if they have other formats, or `NAME.options` cannot be replaced.
     pub fn accept_backing_files(&self, state: &StateFile) -> Outcome {
         let (Some(number), Some(options)) = (state.number, &state.attach_options) else { return Ok(()) };
-        let now = recorded(&backing_of(options));
-        if state.backing.is_none() || now.is_empty() {
+        let found = backing_of(options);
+        if state.backing.is_none() || found.is_empty() {
             return Ok(());
         }
+        state.check_formats(&state.image_path(), &found)?;
+        let now = recorded(&found);
         self.change_options(&state.name, |file| {
             let images = file.images.iter_mut().filter(|image| image.number == number);
             images.for_each(|image| image.backing.clone_from(&now));
