@@ -74,7 +74,8 @@ impl Servers {
         let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
         let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
         for listen in sockets.nbd {
-            // A unix socket is waited for only if its process has exited. A TCP address may belong to any server.
+            // A unix socket is not waited for if its process is known to be running. A TCP address may belong to any
+            // server.
             let waits = is_after || matches!(listen, Listen::Unix(_));
             let address_wait = if waits { RELEASE_WAIT } else { Duration::ZERO };
             match NbdServer::start(listen, NbdOptions { address_wait, ..nbd_options.clone() }, engines) {
