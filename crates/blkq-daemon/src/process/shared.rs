@@ -334,7 +334,7 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::io::Read;
+    use std::io::{BufRead, BufReader, Read};
     use std::os::unix::net::UnixListener;
     use std::sync::Barrier;
     use std::sync::mpsc::{Receiver, channel};
@@ -475,9 +475,9 @@ mod tests {
         accept(shared, control.accept().unwrap().0);
         *shared.stage() = Stage::Stopping;
         accept_all(shared, &control);
-        let [first, second, third, last] = waiting.map(|mut stream| {
+        let [first, second, third, last] = waiting.map(|stream| {
             let mut answer = String::new();
-            stream.read_to_string(&mut answer).unwrap();
+            BufReader::new(stream).read_line(&mut answer).unwrap();
             answer
         });
         assert!(first.contains("too many commands"), "{first}");
