@@ -484,7 +484,7 @@ mod tests {
         assert!(third.contains("the device is stopping"), "{third}");
         assert!([second, last].iter().all(|answer| answer.starts_with(r#"{"ok":"#)));
         end.wait();
-        wait_until("the threads have ended", || shared.answering() == 0);
+        wait_until("the threads have exited", || shared.answering() == 0);
         served.stop();
     }
 

@@ -23,7 +23,7 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 // uapi/linux/fs.h
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// The last alternative of the hint ([`Error::cure`]) for an image that cannot be opened for writing.
+/// The last alternative of the hint for an image that cannot be opened for writing.
 pub const READ_ONLY_HINT: &str = "open it read-only";
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
