@@ -2,7 +2,7 @@ use std::mem::offset_of;
 
 use blkq_protocol::failure::{Failure, Outcome};
 
-use super::seccomp::{Argument, Call, DEADLY};
+use super::seccomp::{Argument, DEADLY, Lists};
 
 /// `AUDIT_ARCH_*` of linux/audit.h. Other architectures of the same processor number the calls differently.
 #[cfg(target_arch = "x86_64")]
@@ -19,7 +19,7 @@ pub fn is_there() -> bool {
 }
 
 /// Permanently restricts this thread and its new threads to `calls`. Returns `false` without kernel support.
-pub fn enter(calls: &[Call]) -> Outcome<bool> {
+pub fn enter(calls: Lists) -> Outcome<bool> {
     // The C library tries clone3 for each thread, so refusing clone3 must not be logged. A filter of its own
     // refuses it; the second filter logs every other refusal in the kernel's log.
     Ok(install(&mut but_for(libc::SYS_clone3, REFUSE), 0)?
@@ -101,14 +101,15 @@ pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
 }
 
 /// The kernel runs the filter for each call, and caches the answer if it does not depend on arguments.
-pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
+pub(super) fn program(calls: Lists) -> Vec<libc::sock_filter> {
+    let calls = calls.concat();
     let mut program = vec![
         load(offset_of!(libc::seccomp_data, arch)),
         libc::sock_filter { jt: 1, ..unless(ARCHITECTURE, 0) },
         answer(libc::SECCOMP_RET_KILL_PROCESS),
         load(offset_of!(libc::seccomp_data, nr)),
     ];
-    for call in calls {
+    for call in &calls {
         match call.argument {
             // If the list also has the call without a condition, that entry decides.
             Some(_) if calls.iter().any(|other| other.number == call.number && other.argument.is_none()) => {}
@@ -135,8 +136,8 @@ pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
     }
     // The other filter refuses clone3.
     program.extend([unless(libc::SYS_clone3 as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]);
-    for number in DEADLY {
-        program.extend([unless(*number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);
+    for call in DEADLY {
+        program.extend([unless(call.number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);
     }
     program.push(answer(REFUSE));
     program

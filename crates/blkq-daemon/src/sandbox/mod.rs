@@ -165,7 +165,7 @@ fn directories(files: &[PathBuf]) -> impl Iterator<Item = &Path> {
     files.iter().filter_map(|file| file.parent())
 }
 
-fn enter(kept: CapabilitySet, landlock: Landlock, calls: &[seccomp::Call]) -> Outcome<Confinement> {
+fn enter(kept: CapabilitySet, landlock: Landlock, calls: seccomp::Lists) -> Outcome<Confinement> {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
     let capabilities = capabilities::keep(kept)?;
     // The filter must come last, because it does not allow the calls that the two steps before it make.

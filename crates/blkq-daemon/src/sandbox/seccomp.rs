@@ -1,5 +1,5 @@
 //! The system calls that confined threads may make (seccomp(2)). `lab/security` fails if a daemon makes a
-//! call that is not listed here, or if a listed call is neither made nor marked as seldom.
+//! call that is not listed here, or if it does not make a listed call that docs/security.md does not mark as seldom.
 //!
 //! A refused call fails with ENOSYS, as on a kernel that does not have it. So a newer C library falls back to
 //! an older call. A call that no code of this program can make kills the process, because an attacker must
@@ -7,12 +7,11 @@
 
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
+    /// The name of its constant in libc.
     name: &'static str,
     pub(super) number: libc::c_long,
     /// If set, the call is allowed only if this argument has this value in the bits of the mask.
     pub(super) argument: Option<Argument>,
-    /// Whether no test makes this call: only errors, old kernels or other C libraries lead to it.
-    seldom: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -28,24 +27,18 @@ impl Call {
         self.name.trim_start_matches("SYS_")
     }
 
-    pub fn is_seldom(&self) -> bool {
-        self.seldom
-    }
-
     const fn only(mut self, index: u8, mask: u64, value: u64) -> Call {
         self.argument = Some(Argument { index, mask, value });
         self
     }
-
-    const fn seldom(mut self) -> Call {
-        self.seldom = true;
-        self
-    }
 }
 
-macro_rules! call {
-    ($number:ident) => {
-        Call { name: stringify!($number), number: libc::$number, argument: None, seldom: false }
+macro_rules! calls {
+    ($($(#[$condition:meta])? $number:ident $(.only($($argument:expr),+))?),+ $(,)?) => {
+        &[$(
+            $(#[$condition])?
+            Call { name: stringify!($number), number: libc::$number, argument: None }$(.only($($argument),+))?
+        ),+]
     };
 }
 
@@ -56,309 +49,141 @@ const ADDRESS: u64 = u64::MAX;
 const EXECUTABLE: u64 = libc::PROT_EXEC as u64;
 const THREAD: u64 = libc::CLONE_THREAD as u64;
 
-/// The calls of an engine, its worker and a watcher of trigger files.
-pub const ENGINE: &[Call] = &[
-    // Adding a filter can only reduce what is allowed.
-    call!(SYS_seccomp),
-    call!(SYS_io_uring_setup),
-    call!(SYS_io_uring_enter),
-    call!(SYS_io_uring_register),
-    // For eventfds, the log, the extents of a file and trigger files.
-    call!(SYS_read),
-    call!(SYS_write),
-    call!(SYS_close),
-    call!(SYS_pread64),
-    // For tables of an image, which are written while no queue does I/O.
-    call!(SYS_pwrite64),
-    call!(SYS_fdatasync),
-    call!(SYS_fallocate),
-    call!(SYS_lseek),
-    call!(SYS_fcntl),
-    call!(SYS_statx),
-    // For memory. It can never become executable, so that an attacker cannot run written data.
-    call!(SYS_mmap).only(2, EXECUTABLE, 0),
-    call!(SYS_munmap),
-    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
-    call!(SYS_madvise),
-    // For the heap.
-    call!(SYS_brk).seldom(),
-    call!(SYS_mremap).seldom(),
-    // For threads, but not for processes.
-    call!(SYS_clone).only(0, THREAD, THREAD),
-    call!(SYS_futex),
-    call!(SYS_rseq),
-    call!(SYS_set_robust_list),
-    call!(SYS_sigaltstack),
-    call!(SYS_rt_sigprocmask),
-    call!(SYS_sched_getaffinity),
-    // For ublk, which the tests use only in guests.
-    call!(SYS_sched_setaffinity).seldom(),
-    call!(SYS_capget).seldom(),
-    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u64),
-    call!(SYS_clock_nanosleep),
-    call!(SYS_exit),
-    call!(SYS_gettid),
-    // For the sockets of clients.
-    call!(SYS_getsockopt),
-    call!(SYS_setsockopt),
-    call!(SYS_getpeername),
-    call!(SYS_shutdown),
-    call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32 as u64),
-    // For User-mode Linux, which is called through a socket, and for answers and notifications of the control
-    // plane. All these sockets are connected, so no other address is needed.
-    call!(SYS_sendto).only(4, ADDRESS, 0),
-    // For a clock without vDSO, for keys, for waiting for a lock, for a panic and its message.
-    call!(SYS_clock_gettime).seldom(),
-    call!(SYS_getrandom),
-    call!(SYS_sched_yield).seldom(),
-    call!(SYS_rt_sigreturn),
-    // For the SIGBUS handler, in case the memory of a guest is truncated.
-    call!(SYS_rt_sigaction),
-    call!(SYS_restart_syscall).seldom(),
-    call!(SYS_tgkill).seldom(),
-    call!(SYS_getpid),
-    call!(SYS_exit_group),
-];
+/// The calls that a kind of thread may make: lists that it shares with other kinds, and its own.
+pub type Lists = &'static [&'static [Call]];
 
-const MORE: &[Call] = &[
-    call!(SYS_accept4),
-    call!(SYS_ppoll),
-    call!(SYS_recvfrom),
-    call!(SYS_ioctl),
-    call!(SYS_openat),
-    call!(SYS_ftruncate),
-    // For the modification time of a raw image, which is stored with its bitmaps.
-    call!(SYS_fsync).seldom(),
-    // For joining a group, and for repairing its file.
-    call!(SYS_flock).seldom(),
-    // For a freeze.
-    call!(SYS_membarrier),
-    // For virtual machines: messages with file descriptors, memory, and the record of requests in flight.
-    call!(SYS_recvmsg),
-    // With TCP Fast Open a message has an address to connect to, which Landlock does not see.
-    call!(SYS_sendmsg).only(2, libc::MSG_FASTOPEN as u64, 0),
-    call!(SYS_fstat),
-    call!(SYS_fstatfs),
-    call!(SYS_memfd_create),
-    call!(SYS_fadvise64),
-    // The metrics thread lowers its priority.
-    call!(SYS_setpriority),
-    // To redirect standard output after the reply to the command that waits there.
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_dup2),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_readlink),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_unlink),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_rename).seldom(),
-    #[cfg(not(target_arch = "x86_64"))]
-    call!(SYS_dup3),
-    #[cfg(not(target_arch = "x86_64"))]
-    call!(SYS_readlinkat),
-    #[cfg(not(target_arch = "x86_64"))]
-    call!(SYS_unlinkat),
-    #[cfg(not(target_arch = "x86_64"))]
-    call!(SYS_renameat).seldom(),
-];
+/// The calls of an engine, its worker and a watcher of trigger files.
+pub const ENGINE: Lists = &[BASE, THREADS, OF_ENGINES];
 
 /// The calls of the main thread, and of the threads that execute commands.
-pub const CONTROL: &[Call] = &{
-    let mut calls = [ENGINE[0]; ENGINE.len() + MORE.len()];
-    let mut at = 0;
-    while at < calls.len() {
-        calls[at] = if at < ENGINE.len() { ENGINE[at] } else { MORE[at - ENGINE.len()] };
-        at += 1;
-    }
-    calls
+pub const CONTROL: Lists = &[BASE, THREADS, OF_ENGINES, OF_CONTROL];
+
+/// The calls of the threads of Ceph's client library, and of the thread that opens, resizes and closes the image.
+pub const CLUSTER: Lists = &[BASE, THREADS, OF_CLUSTERS];
+
+/// The calls of the process that sends commands to the ublk control device. It opens the device, and creates an
+/// io_uring instance, for each command.
+pub const UBLK_COMMANDS: Lists = &[BASE, OF_UBLK_COMMANDS];
+
+/// The calls of the process that watches the users of a block device. It reads `/proc` and `/dev`.
+pub const WATCHER: Lists = &[BASE, OF_WATCHERS];
+
+/// The calls of every confined thread.
+const BASE: &[Call] = calls! {
+    // For files, eventfds, sockets and the log.
+    SYS_read, SYS_write, SYS_close, SYS_fcntl,
+    // For memory. It can never become executable, so that an attacker cannot run written data.
+    SYS_mmap.only(2, EXECUTABLE, 0), SYS_munmap, SYS_mprotect.only(2, EXECUTABLE, 0), SYS_madvise,
+    // For the heap.
+    SYS_brk, SYS_mremap, SYS_futex,
+    // For a clock without vDSO.
+    SYS_clock_gettime, SYS_restart_syscall, SYS_rt_sigreturn, SYS_exit_group,
 };
 
-/// The process that sends commands to the ublk control device opens it, and creates an io_uring instance, for
-/// each command.
-pub const UBLK_COMMANDS: &[Call] = &[
-    call!(SYS_read),
-    call!(SYS_recvfrom),
-    call!(SYS_write),
-    call!(SYS_sendto),
-    call!(SYS_openat),
-    call!(SYS_close),
-    call!(SYS_fcntl),
-    call!(SYS_io_uring_setup),
-    call!(SYS_io_uring_enter),
-    call!(SYS_io_uring_register),
-    call!(SYS_capget),
+/// The calls of the threads of the daemon's own process, besides [`BASE`].
+const THREADS: &[Call] = calls! {
+    SYS_lseek, SYS_statx,
+    // For threads, but not for processes.
+    SYS_clone.only(0, THREAD, THREAD), SYS_rseq, SYS_set_robust_list, SYS_sigaltstack,
+    SYS_rt_sigprocmask,
+    // For the SIGBUS handler, in case the memory of a guest is truncated.
+    SYS_rt_sigaction, SYS_sched_getaffinity, SYS_prctl.only(0, ALL, libc::PR_SET_NAME as u64),
+    SYS_clock_nanosleep, SYS_exit, SYS_gettid,
+    // For sockets.
+    SYS_getsockopt, SYS_setsockopt, SYS_getpeername, SYS_shutdown,
+    // For keys, for waiting for a lock, for a panic and its message.
+    SYS_getrandom, SYS_sched_yield, SYS_tgkill, SYS_getpid,
+};
+
+const OF_ENGINES: &[Call] = calls! {
+    // Adding a filter can only reduce what is allowed.
+    SYS_seccomp, SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register, SYS_pread64,
+    // For tables of an image, which are written while no queue does I/O.
+    SYS_pwrite64, SYS_fdatasync, SYS_fallocate,
+    // For ublk, which the tests use only in guests.
+    SYS_sched_setaffinity, SYS_capget,
+    // For the sockets of clients.
+    SYS_ioctl.only(1, ALL, libc::TIOCOUTQ as u32 as u64),
+    // For User-mode Linux, which is called through a socket, and for answers and notifications of the control
+    // plane. All these sockets are connected, so no other address is needed.
+    SYS_sendto.only(4, ADDRESS, 0),
+};
+
+const OF_CONTROL: &[Call] = calls! {
+    SYS_accept4, SYS_ppoll, SYS_recvfrom, SYS_ioctl, SYS_openat, SYS_ftruncate,
+    // For the modification time of a raw image, which is stored with its bitmaps.
+    SYS_fsync,
+    // For joining a group, and for repairing its file.
+    SYS_flock,
+    // For a freeze.
+    SYS_membarrier,
+    // For virtual machines: messages with file descriptors, memory, and the record of requests in flight.
+    SYS_recvmsg,
+    // With TCP Fast Open a message has an address to connect to, which Landlock does not see.
+    SYS_sendmsg.only(2, libc::MSG_FASTOPEN as u64, 0),
+    SYS_fstat, SYS_fstatfs, SYS_memfd_create, SYS_fadvise64,
+    // The metrics thread lowers its priority.
+    SYS_setpriority,
+    // To redirect standard output after the reply to the command that waits there.
+    #[cfg(target_arch = "x86_64")] SYS_dup2,
+    #[cfg(target_arch = "x86_64")] SYS_readlink,
+    #[cfg(target_arch = "x86_64")] SYS_unlink,
+    #[cfg(target_arch = "x86_64")] SYS_rename,
+    #[cfg(not(target_arch = "x86_64"))] SYS_dup3,
+    #[cfg(not(target_arch = "x86_64"))] SYS_readlinkat,
+    #[cfg(not(target_arch = "x86_64"))] SYS_unlinkat,
+    #[cfg(not(target_arch = "x86_64"))] SYS_renameat,
+};
+
+const OF_UBLK_COMMANDS: &[Call] = calls! {
+    SYS_recvfrom, SYS_sendto, SYS_openat, SYS_io_uring_setup, SYS_io_uring_enter,
+    SYS_io_uring_register, SYS_capget,
     // The process asks to be killed together with the daemon while it starts a device.
-    call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u64),
-    call!(SYS_getppid),
-    call!(SYS_mmap).only(2, EXECUTABLE, 0),
-    call!(SYS_munmap),
-    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
-    call!(SYS_madvise),
-    call!(SYS_brk),
-    call!(SYS_mremap),
-    call!(SYS_futex),
-    call!(SYS_clock_gettime),
-    call!(SYS_restart_syscall),
-    call!(SYS_rt_sigreturn),
-    call!(SYS_exit_group),
-];
+    SYS_prctl.only(0, ALL, libc::PR_SET_PDEATHSIG as u64), SYS_getppid,
+};
 
 /// Open flags that write, create or truncate.
 const WRITES: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
 
-/// The process that watches the users of a block device reads `/proc` and `/dev`.
-pub const WATCHER: &[Call] = &[
-    call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u64),
-    call!(SYS_getdents64),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_readlink),
-    call!(SYS_readlinkat),
-    call!(SYS_statx),
-    call!(SYS_fstat),
-    call!(SYS_newfstatat),
-    call!(SYS_read),
-    call!(SYS_lseek),
-    call!(SYS_recvfrom),
-    call!(SYS_write),
-    call!(SYS_sendto),
-    call!(SYS_close),
-    call!(SYS_fcntl),
-    call!(SYS_ppoll),
-    call!(SYS_inotify_init1),
-    call!(SYS_inotify_add_watch),
+const OF_WATCHERS: &[Call] = calls! {
+    SYS_openat.only(2, WRITES, libc::O_RDONLY as u64), SYS_getdents64,
+    #[cfg(target_arch = "x86_64")] SYS_readlink,
+    SYS_readlinkat, SYS_statx, SYS_fstat, SYS_newfstatat, SYS_lseek, SYS_recvfrom, SYS_sendto,
+    SYS_ppoll, SYS_inotify_init1, SYS_inotify_add_watch,
     // To flush the writes to a device that is about to stop.
-    call!(SYS_fsync),
-    call!(SYS_sync),
-    call!(SYS_mmap).only(2, EXECUTABLE, 0),
-    call!(SYS_munmap),
-    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
-    call!(SYS_madvise),
-    call!(SYS_brk),
-    call!(SYS_mremap),
-    call!(SYS_futex),
-    call!(SYS_getpid),
-    call!(SYS_clock_gettime),
-    call!(SYS_restart_syscall),
-    call!(SYS_rt_sigreturn),
-    call!(SYS_exit_group),
-];
+    SYS_fsync, SYS_sync, SYS_getpid,
+};
 
 /// The bits that identify the address families of a cluster: `AF_INET` is 2, `AF_INET6` is 10.
 const INTERNET: u64 = ALL & !8;
 
-/// For the threads of Ceph's client library, and the thread that opens, resizes and closes the image.
-pub const CLUSTER: &[Call] = &[
-    call!(SYS_read),
-    call!(SYS_write),
-    call!(SYS_close),
-    call!(SYS_lseek),
-    call!(SYS_fcntl),
-    call!(SYS_openat),
-    call!(SYS_newfstatat),
-    call!(SYS_fstat).seldom(),
-    call!(SYS_statx).seldom(),
-    call!(SYS_uname),
-    call!(SYS_getrandom),
-    call!(SYS_sysinfo).seldom(),
-    call!(SYS_prlimit64).seldom(),
-    call!(SYS_getuid).seldom(),
-    call!(SYS_geteuid).seldom(),
+const OF_CLUSTERS: &[Call] = calls! {
+    SYS_openat, SYS_newfstatat, SYS_fstat, SYS_uname, SYS_sysinfo, SYS_prlimit64, SYS_getuid,
+    SYS_geteuid,
     // For the connections to the cluster: no other kind of socket, and no listening socket.
-    call!(SYS_socket).only(0, INTERNET, libc::AF_INET as u64),
-    call!(SYS_connect),
-    call!(SYS_shutdown),
-    call!(SYS_getsockname),
-    call!(SYS_getpeername).seldom(),
-    call!(SYS_getsockopt).seldom(),
-    call!(SYS_setsockopt),
-    call!(SYS_sendmsg),
+    SYS_socket.only(0, INTERNET, libc::AF_INET as u64), SYS_connect, SYS_getsockname, SYS_sendmsg,
     // To resolve the names of the monitors.
-    call!(SYS_sendto).seldom(),
-    call!(SYS_sendmmsg).seldom(),
-    call!(SYS_recvfrom).seldom(),
-    call!(SYS_recvmsg).seldom(),
-    call!(SYS_ioctl).only(1, ALL, libc::FIONREAD as u32 as u64).seldom(),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_poll).seldom(),
-    call!(SYS_ppoll).seldom(),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_epoll_create),
-    call!(SYS_epoll_create1).seldom(),
-    call!(SYS_epoll_ctl),
-    #[cfg(target_arch = "x86_64")]
-    call!(SYS_epoll_wait),
-    call!(SYS_epoll_pwait).seldom(),
-    call!(SYS_pipe2),
-    call!(SYS_eventfd2),
-    call!(SYS_mmap).only(2, EXECUTABLE, 0),
-    call!(SYS_munmap),
-    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
-    call!(SYS_madvise),
-    call!(SYS_brk).seldom(),
-    call!(SYS_mremap).seldom(),
-    call!(SYS_clone).only(0, THREAD, THREAD),
-    call!(SYS_futex),
-    call!(SYS_rseq),
-    call!(SYS_set_robust_list),
-    call!(SYS_sigaltstack),
-    call!(SYS_rt_sigprocmask),
-    call!(SYS_rt_sigaction).seldom(),
-    call!(SYS_rt_sigreturn).seldom(),
-    call!(SYS_restart_syscall).seldom(),
-    call!(SYS_sched_getaffinity),
-    call!(SYS_sched_yield).seldom(),
-    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u64),
-    call!(SYS_clock_nanosleep).seldom(),
-    call!(SYS_clock_gettime).seldom(),
-    call!(SYS_gettid),
-    call!(SYS_getpid).seldom(),
-    call!(SYS_tgkill).seldom(),
-    call!(SYS_exit),
-    call!(SYS_exit_group).seldom(),
-];
+    SYS_sendto, SYS_sendmmsg, SYS_recvfrom, SYS_recvmsg,
+    SYS_ioctl.only(1, ALL, libc::FIONREAD as u32 as u64),
+    #[cfg(target_arch = "x86_64")] SYS_poll,
+    SYS_ppoll,
+    #[cfg(target_arch = "x86_64")] SYS_epoll_create,
+    SYS_epoll_create1, SYS_epoll_ctl,
+    #[cfg(target_arch = "x86_64")] SYS_epoll_wait,
+    SYS_epoll_pwait, SYS_pipe2, SYS_eventfd2,
+};
 
 /// Calls that kill the process: no code of this program executes programs, accesses other processes, or
 /// changes privileges, mounts or the kernel.
-pub(super) const DEADLY: &[libc::c_long] = &[
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_kcmp,
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setreuid,
-    libc::SYS_setregid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setgroups,
-    libc::SYS_capset,
-    libc::SYS_setns,
-    libc::SYS_unshare,
-    libc::SYS_chroot,
-    libc::SYS_pivot_root,
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_fsmount,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_kexec_load,
-    libc::SYS_reboot,
-    libc::SYS_swapon,
-    libc::SYS_bpf,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_keyctl,
-];
+pub(super) const DEADLY: &[Call] = calls! {
+    SYS_execve, SYS_execveat, SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev,
+    SYS_pidfd_getfd, SYS_kcmp, SYS_setuid, SYS_setgid, SYS_setreuid, SYS_setregid, SYS_setresuid,
+    SYS_setresgid, SYS_setgroups, SYS_capset, SYS_setns, SYS_unshare, SYS_chroot, SYS_pivot_root,
+    SYS_mount, SYS_umount2, SYS_move_mount, SYS_open_tree, SYS_fsopen, SYS_fsmount,
+    SYS_open_by_handle_at, SYS_init_module, SYS_finit_module, SYS_delete_module, SYS_kexec_load,
+    SYS_reboot, SYS_swapon, SYS_bpf, SYS_perf_event_open, SYS_userfaultfd, SYS_add_key,
+    SYS_request_key, SYS_keyctl,
+};
 
 #[cfg(test)]
 mod tests {
@@ -366,7 +191,7 @@ mod tests {
     use super::*;
 
     /// Computed as the kernel's interpreter does.
-    fn run(calls: &[Call], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
+    fn run(calls: Lists, number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
         interpret(&program(calls), number, arguments, arch)
     }
 
@@ -398,19 +223,21 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/security.md");
         let text = std::fs::read_to_string(path).unwrap();
         let table = text.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-        let rows: Vec<(&str, &str, bool)> = table
+        let rows: Vec<(&str, &str)> = table
             .filter_map(|(name, rest)| {
                 let mut cells = rest.split('|').skip(1).map(str::trim);
                 let by = cells.next().filter(|by| ["engines", "control plane", "cluster"].contains(by))?;
-                Some((name, by, cells.next()? == "seldom"))
+                assert!(["", "seldom"].contains(&cells.next()?), "{name}");
+                Some((name, by))
             })
             .collect();
-        let more = MORE.iter().filter(|call| !ENGINE.iter().any(|other| other.number == call.number));
-        let listed =
-            ENGINE.iter().map(|call| (call, "engines")).chain(more.map(|call| (call, "control plane")));
-        let listed = listed.chain(CLUSTER.iter().map(|call| (call, "cluster")));
-        let listed: Vec<_> = listed.map(|(call, by)| (call.name(), by, call.is_seldom())).collect();
-        assert_eq!(rows, listed);
+        let is_of_engines = |call: &&Call| OF_ENGINES.iter().any(|other| other.number == call.number);
+        let more: Vec<Call> = OF_CONTROL.iter().filter(|call| !is_of_engines(call)).copied().collect();
+        let listed = |lists: &[&[Call]], by| -> Vec<_> {
+            lists.concat().iter().map(|call| (call.name(), by)).collect()
+        };
+        let [engines, cluster] = [listed(ENGINE, "engines"), listed(CLUSTER, "cluster")];
+        assert_eq!(rows, [engines, listed(&[&more], "control plane"), cluster].concat());
     }
 
     // Contract: bounded-input
@@ -420,11 +247,12 @@ mod tests {
         let refused = REFUSE;
         for calls in [ENGINE, CONTROL] {
             let answer = |number, arguments| run(calls, number, arguments, ARCHITECTURE);
-            for call in calls.iter().filter(|call| call.argument.is_none()) {
+            let all = calls.concat();
+            for call in all.iter().filter(|call| call.argument.is_none()) {
                 assert_eq!(answer(call.number, none), libc::SECCOMP_RET_ALLOW, "{}", call.name());
             }
-            for number in DEADLY {
-                assert!(!calls.iter().any(|call| call.number == *number));
+            for Call { number, .. } in DEADLY {
+                assert!(!all.iter().any(|call| call.number == *number));
                 assert_eq!(answer(*number, none), libc::SECCOMP_RET_KILL_PROCESS);
             }
             assert_eq!(
@@ -444,7 +272,7 @@ mod tests {
             assert_eq!(answer(libc::SYS_read | 0x4000_0000, none), refused);
         }
         let ioctl =
-            |calls: &[Call], request| run(calls, libc::SYS_ioctl, [3, request, 0, 0, 0, 0], ARCHITECTURE);
+            |calls: Lists, request| run(calls, libc::SYS_ioctl, [3, request, 0, 0, 0, 0], ARCHITECTURE);
         assert_eq!(ioctl(ENGINE, libc::TIOCSTI), REFUSE);
         assert_eq!(ioctl(ENGINE, libc::TIOCOUTQ), libc::SECCOMP_RET_ALLOW);
         assert_eq!(ioctl(CONTROL, 0x125d), libc::SECCOMP_RET_ALLOW);
