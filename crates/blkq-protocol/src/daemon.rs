@@ -122,14 +122,4 @@ pub trait Serve: Sized {
     /// As [`Serve::check_take_over`], for a device of `bytes` without a block device. Such a device is attached
     /// again, which fails if its group does not exist.
     fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome;
-
-    /// Raises the limits of this process as a daemon does. Open files are for connections, locked memory for
-    /// registered buffers. Errors are ignored: a limit that is too low is reported where it is exceeded.
-    fn raise_limits();
-
-    /// The version of Landlock in this kernel; 0 if the kernel does not support Landlock.
-    fn landlock_abi() -> u32;
-
-    /// Whether the kernel supports seccomp filters.
-    fn has_seccomp() -> bool;
 }

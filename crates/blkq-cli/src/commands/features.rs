@@ -4,10 +4,10 @@ use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::Outcome;
+use blkq_protocol::system::kernel::{has_seccomp, landlock_abi};
 use serde::Serialize;
 
-use crate::output::table::{Align, render};
-use crate::output::{print, print_json};
+use crate::output::{Align, print, print_json, render};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -63,11 +63,11 @@ impl Features {
             Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
         let confined = "daemons can open only the files of their devices";
-        match D::landlock_abi() {
+        match landlock_abi() {
             0 => add("Landlock", false, format!("{confined}: add landlock to the kernel parameter lsm")),
             abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
         }
-        add("seccomp", D::has_seccomp(), "daemons can make only the system calls that they need".into());
+        add("seccomp", has_seccomp(), "daemons can make only the system calls that they need".into());
         match ControlDevice::open().and_then(|mut control| control.features()) {
             Ok(has) => {
                 add("ublk", true, "kernel block devices".into());

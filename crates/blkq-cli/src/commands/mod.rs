@@ -169,7 +169,7 @@ impl Command {
             Command::Upgrade(args) => args.run::<D>(),
             Command::Losetup(args) => args.run(Cli::command),
             Command::Config(args) => args.run::<D>(),
-            Command::Doctor(args) => args.run::<D>(),
+            Command::Doctor(args) => args.run(),
             Command::Service(args) => args.run::<D>(),
             Command::Features(args) => args.run::<D>().map(done),
             Command::Daemon(args) => args.run::<D>(),

@@ -23,16 +23,17 @@ use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use blkq_protocol::info::{BlockDevice, DeviceInfo};
 use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::{Claim, Orphan, StateDir};
+use blkq_protocol::system::kernel::raise_limits;
 use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
+use rustix::process::{geteuid, umask};
 
 use crate::device::{self, Device, FLUSHES_IGNORED};
+use crate::log;
 use crate::pid_file::PidFile;
 use crate::sandbox::operations::OPERATIONS;
-use crate::{log, sandbox};
 
 use answer::{accept, accept_all, answer};
 use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination};
@@ -189,23 +190,6 @@ impl Serve for Daemon {
         }
     }
 
-    fn raise_limits() {
-        for resource in [Resource::Nofile, Resource::Memlock] {
-            let maximum = getrlimit(resource).maximum;
-            let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
-        }
-        // Root may lock memory without a limit now, but not after it has dropped its privileges.
-        let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
-    }
-
-    fn landlock_abi() -> u32 {
-        sandbox::landlock_abi()
-    }
-
-    fn has_seccomp() -> bool {
-        sandbox::filter::is_there()
-    }
-
     fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
         device::obstacles(options)
     }
@@ -239,7 +223,7 @@ impl Daemon {
         log::abort_on_panic();
         let signals = Signals::install(&signals::DAEMON)?;
         systemd::connect_manager();
-        Daemon::raise_limits();
+        raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;
         // Sockets and files must be private to their owner from the moment they are created.

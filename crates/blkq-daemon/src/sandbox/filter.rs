@@ -10,14 +10,6 @@ pub(super) const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 pub(super) const ARCHITECTURE: u32 = 0xc000_00b7;
 
-pub fn is_there() -> bool {
-    let action = libc::SECCOMP_RET_ALLOW;
-    // SAFETY: the kernel reads one word, and only returns whether it knows the action.
-    let result =
-        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0u32, &raw const action) };
-    result == 0
-}
-
 /// Permanently restricts this thread and its new threads to `calls`. Returns `false` without kernel support.
 pub fn enter(calls: Lists) -> Outcome<bool> {
     // The C library tries clone3 for each thread, so refusing clone3 must not be logged. A filter of its own

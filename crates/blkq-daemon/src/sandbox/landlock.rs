@@ -4,22 +4,24 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::system::kernel::landlock_abi;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 
-// `LANDLOCK_CREATE_RULESET_VERSION`.
-const VERSION_FLAG: u32 = 1;
 // `LANDLOCK_RULE_PATH_BENEATH`.
 const PATH_BENEATH: u32 = 1;
 
-/// Rights on files, as in the constants `LANDLOCK_ACCESS_FS_*`.
-mod access {
+/// Rights on files, as in the constants `LANDLOCK_ACCESS_FS_*`. A right on a directory applies to the files in it.
+pub mod access {
     pub const WRITE_FILE: u64 = 1 << 1;
     pub const READ_FILE: u64 = 1 << 2;
     pub const REMOVE_FILE: u64 = 1 << 5;
-    pub const MAKE_REG: u64 = 1 << 8;
+    const MAKE_REG: u64 = 1 << 8;
     pub const TRUNCATE: u64 = 1 << 14;
-    pub const IOCTL_DEV: u64 = 1 << 15;
+    const IOCTL_DEV: u64 = 1 << 15;
+    pub const DEVICE: u64 = READ_FILE | WRITE_FILE | IOCTL_DEV;
+    /// Creating and replacing files.
+    pub const REPLACE_FILE: u64 = MAKE_REG | WRITE_FILE | TRUNCATE | REMOVE_FILE;
 }
 
 /// Number of access rights on files, by the Landlock ABI versions that added rights.
@@ -27,10 +29,10 @@ const RIGHTS: [(u32, u32); 4] = [(1, 13), (2, 14), (3, 15), (5, 16)];
 /// The ABI versions that added rules for TCP ports, and for signals and abstract unix sockets.
 const NET_ABI: u32 = 4;
 const SCOPE_ABI: u32 = 6;
-// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
-const NET: u64 = 0b11;
 // `LANDLOCK_ACCESS_NET_BIND_TCP`.
-const BIND_TCP: u64 = 0b01;
+pub const BIND_TCP: u64 = 0b01;
+// `LANDLOCK_ACCESS_NET_CONNECT_TCP`.
+pub const CONNECT_TCP: u64 = 0b10;
 // `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | LANDLOCK_SCOPE_SIGNAL`.
 const SCOPED: u64 = 0b11;
 
@@ -70,33 +72,11 @@ fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
     ))
 }
 
-/// 0 if the kernel does not support Landlock.
-pub fn abi() -> u32 {
-    // SAFETY: without a ruleset the call only returns the version.
-    let abi = unsafe {
-        libc::syscall(
-            libc::SYS_landlock_create_ruleset,
-            std::ptr::null::<RulesetAttr>(),
-            0usize,
-            VERSION_FLAG,
-        )
-    };
-    u32::try_from(abi).unwrap_or(0)
-}
-
 impl Landlock {
-    /// Allows nothing yet. Fails if the kernel supports Landlock but refuses.
-    pub fn new() -> Outcome<Landlock> {
-        Landlock::with_rights_on_network(NET)
-    }
-
-    /// As [`Landlock::new`], but allows new TCP connections.
-    pub fn new_connecting() -> Outcome<Landlock> {
-        Landlock::with_rights_on_network(BIND_TCP)
-    }
-
-    fn with_rights_on_network(network: u64) -> Outcome<Landlock> {
-        let abi = abi();
+    /// Allows no access to files yet, and denies `network`, a combination of [`BIND_TCP`] and [`CONNECT_TCP`]. Fails
+    /// if the kernel supports Landlock but refuses.
+    pub fn new(network: u64) -> Outcome<Landlock> {
+        let abi = landlock_abi();
         if abi == 0 {
             return Ok(Landlock { ruleset: None, abi, handled: 0 });
         }
@@ -121,46 +101,16 @@ impl Landlock {
 
     /// Allows reading and writing `file`, whatever its name is.
     pub fn allow_image(&mut self, file: BorrowedFd<'_>) -> Outcome {
-        let rights = access::READ_FILE | access::WRITE_FILE | access::TRUNCATE | access::IOCTL_DEV;
-        self.allow(file, rights).map_err(|e| failed("the image", e))
+        self.add_rule(file, access::DEVICE | access::TRUNCATE).map_err(|e| failed("the image", e))
     }
 
-    pub fn allow_device(&mut self, path: &Path) -> Outcome {
-        self.allow_path(path, access::READ_FILE | access::WRITE_FILE | access::IOCTL_DEV)
-    }
-
-    /// Allows reading the files of the directory at `path`.
-    pub fn allow_reading(&mut self, path: &Path) -> Outcome {
-        self.allow_path(path, access::READ_FILE)
-    }
-
-    /// Allows reading the file at `path`, or the files of the directory at `path`.
-    pub fn allow_reading_if_there(&mut self, path: &Path) -> Outcome {
-        if path.exists() { self.allow_reading(path) } else { Ok(()) }
-    }
-
-    /// Allows writing to the files of the directory at `path`.
-    pub fn allow_writing(&mut self, path: &Path) -> Outcome {
-        self.allow_path(path, access::WRITE_FILE)
-    }
-
-    /// Allows removing files of the directory at `path`.
-    pub fn allow_removing(&mut self, path: &Path) -> Outcome {
-        self.allow_path(path, access::REMOVE_FILE)
-    }
-
-    /// Allows creating and replacing files of the directory at `path`.
-    pub fn allow_replacing(&mut self, path: &Path) -> Outcome {
-        let rights = access::MAKE_REG | access::WRITE_FILE | access::TRUNCATE | access::REMOVE_FILE;
-        self.allow_path(path, rights)
-    }
-
-    fn allow_path(&mut self, path: &Path, rights: u64) -> Outcome {
+    /// Allows `rights` ([`access`]) on the file or directory at `path`.
+    pub fn allow(&mut self, path: &Path, rights: u64) -> Outcome {
         let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-        file.and_then(|file| self.allow(file.as_fd(), rights)).map_err(|e| failed(path.display(), e))
+        file.and_then(|file| self.add_rule(file.as_fd(), rights)).map_err(|e| failed(path.display(), e))
     }
 
-    fn allow(&mut self, file: BorrowedFd<'_>, rights: u64) -> rustix::io::Result<()> {
+    fn add_rule(&self, file: BorrowedFd<'_>, rights: u64) -> rustix::io::Result<()> {
         let Some(ruleset) = &self.ruleset else { return Ok(()) };
         let attr = PathBeneathAttr { allowed_access: rights & self.handled, parent_fd: file.as_raw_fd() };
         // SAFETY: the structure outlives the call, and both descriptors are open.

@@ -6,13 +6,14 @@
 //! confinement: they read what clients send, and open no files.
 
 mod capabilities;
-pub mod filter;
+mod filter;
 mod landlock;
 pub mod operations;
 pub mod seccomp;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use blkq::ring::{self, Policy};
 use blkq_export::ublk::{self, CONTROL_PATH, SETTINGS_DIRECTORY};
@@ -21,7 +22,7 @@ use blkq_protocol::info::Confinement;
 use rustix::thread::{CapabilitySet, set_no_new_privs};
 
 use crate::sandbox::operations::OPERATIONS;
-use landlock::Landlock;
+use landlock::{BIND_TCP, CONNECT_TCP, Landlock, access};
 
 #[derive(Debug, Default)]
 pub struct Needs {
@@ -41,27 +42,18 @@ pub struct Needs {
 /// partitions.
 pub fn engine(partscan: bool) -> Outcome {
     ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
-    let landlock = Landlock::new()?;
+    let landlock = Landlock::new(BIND_TCP | CONNECT_TCP)?;
     let kept = if partscan { CapabilitySet::SYS_ADMIN } else { CapabilitySet::empty() };
-    enter(kept, landlock, seccomp::ENGINE).map(|_| ())
+    enter(kept, Some(landlock), seccomp::ENGINE).map(drop)
 }
 
-static NUMBERS: [u8; OPERATIONS.len()] = {
-    let mut numbers = [0; OPERATIONS.len()];
-    let mut at = 0;
-    while at < numbers.len() {
-        numbers[at] = OPERATIONS[at].1;
-        at += 1;
-    }
-    numbers
-};
+static NUMBERS: LazyLock<Vec<u8>> =
+    LazyLock::new(|| OPERATIONS.iter().map(|(_, number, _)| *number).collect());
 
 /// The ring of an engine is restricted to certain operations, but another ring would not be.
 fn no_more_rings() -> Result<(), blkq::Error> {
-    match filter::without_rings() {
-        Ok(_) => Ok(()),
-        Err(failure) => Err(blkq::Error::new(blkq::ErrorKind::System, failure.to_string())),
-    }
+    let confined = filter::without_rings().map(drop);
+    confined.map_err(|failure| blkq::Error::new(blkq::ErrorKind::System, failure.to_string()))
 }
 
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
@@ -69,26 +61,25 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     // needs it later, when the confined thread can no longer read it.
     let _ = rustix::param::page_size();
     let kept = capabilities_of(needs);
-    let mut landlock = Landlock::new()?;
+    let mut landlock = Landlock::new(BIND_TCP | CONNECT_TCP)?;
     if let Some(image) = &needs.image {
         landlock.allow_image(image.as_fd())?;
     }
     for directory in directories(&needs.removed) {
-        landlock.allow_removing(directory)?;
+        landlock.allow(directory, access::REMOVE_FILE)?;
     }
     if let Some(directory) = &needs.journals {
         // A snapshot creates the journal of the overlay.
-        landlock.allow_replacing(directory)?;
-        landlock.allow_reading(directory)?;
+        landlock.allow(directory, access::REPLACE_FILE | access::READ_FILE)?;
     }
     for directory in &needs.read {
-        landlock.allow_reading(directory)?;
+        landlock.allow(directory, access::READ_FILE)?;
     }
     if let Some(id) = &needs.block_device {
-        landlock.allow_device(Path::new(CONTROL_PATH))?;
-        landlock.allow_device(Path::new(&ublk::block_path(*id)))?;
+        landlock.allow(Path::new(CONTROL_PATH), access::DEVICE)?;
+        landlock.allow(Path::new(&ublk::block_path(*id)), access::DEVICE)?;
     }
-    let confinement = enter(kept, landlock, seccomp::CONTROL)?;
+    let confinement = enter(kept, Some(landlock), seccomp::CONTROL)?;
     // Commands to ublk need new io_uring instances. Without a block device none is created from here on, and
     // the existing ones may only register the eventfds of virtual machines.
     if needs.block_device.is_none() {
@@ -101,13 +92,13 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
 /// For the process that sends commands to the ublk control device. It may also change settings of block
 /// devices in sysfs.
 pub fn ublk_commands() -> Outcome {
-    let mut landlock = Landlock::new()?;
-    landlock.allow_device(Path::new(CONTROL_PATH))?;
+    let mut landlock = Landlock::new(BIND_TCP | CONNECT_TCP)?;
+    landlock.allow(Path::new(CONTROL_PATH), access::DEVICE)?;
     let settings = Path::new(SETTINGS_DIRECTORY);
     if settings.is_dir() {
-        landlock.allow_writing(settings)?;
+        landlock.allow(settings, access::WRITE_FILE)?;
     }
-    enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
+    enter(CapabilitySet::SYS_ADMIN, Some(landlock), seccomp::UBLK_COMMANDS).map(drop)
 }
 
 /// Read by Ceph's client library when it connects, besides its configuration: host names, the time zone and
@@ -127,25 +118,19 @@ pub const READ_BY_CEPH: [&str; 9] = [
 /// Confines this thread, and the threads that Ceph's client library creates on it, to connections to the
 /// cluster and to reading the files `read`, or files below them. `read` should include [`READ_BY_CEPH`].
 pub fn cluster(read: &[PathBuf]) -> Outcome {
-    let mut landlock = Landlock::new_connecting()?;
-    for path in read {
-        landlock.allow_reading_if_there(path)?;
+    let mut landlock = Landlock::new(BIND_TCP)?;
+    for path in read.iter().filter(|path| path.exists()) {
+        landlock.allow(path, access::READ_FILE)?;
     }
     // Keyrings may be readable only for Ceph's user, or for root.
-    enter(CapabilitySet::DAC_READ_SEARCH, landlock, seccomp::CLUSTER).map(|_| ())
+    enter(CapabilitySet::DAC_READ_SEARCH, Some(landlock), seccomp::CLUSTER).map(drop)
 }
 
 /// For the process that watches the users of a block device. It reads the open files of all processes.
 pub fn watcher() -> Outcome {
-    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
-    capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
+    let kept = CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH;
     // Landlock is not used: it would hide the other processes.
-    filter::enter(seccomp::WATCHER).map(|_| ())
-}
-
-/// 0 if the kernel does not support Landlock.
-pub fn landlock_abi() -> u32 {
-    landlock::abi()
+    enter(kept, None, seccomp::WATCHER).map(drop)
 }
 
 fn capabilities_of(needs: &Needs) -> CapabilitySet {
@@ -165,11 +150,11 @@ fn directories(files: &[PathBuf]) -> impl Iterator<Item = &Path> {
     files.iter().filter_map(|file| file.parent())
 }
 
-fn enter(kept: CapabilitySet, landlock: Landlock, calls: seccomp::Lists) -> Outcome<Confinement> {
+fn enter(kept: CapabilitySet, landlock: Option<Landlock>, calls: seccomp::Lists) -> Outcome<Confinement> {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
     let capabilities = capabilities::keep(kept)?;
     // The filter must come last, because it does not allow the calls that the two steps before it make.
-    let landlock_abi = landlock.enter()?;
+    let landlock_abi = landlock.map_or(Ok(0), Landlock::enter)?;
     let seccomp = filter::enter(calls)?;
     Ok(Confinement { capabilities, no_new_privileges: true, landlock_abi, seccomp })
 }

@@ -8,8 +8,8 @@ use blkq::text::shell_word;
 use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
-use blkq_protocol::daemon::Serve;
 use blkq_protocol::state::{STATE_DIR_VARIABLE, StateDir};
+use blkq_protocol::system::kernel::{has_seccomp, landlock_abi, raise_limits};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 
@@ -25,15 +25,15 @@ const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 const FILES: u64 = 2048;
 
 /// `certificates` is the directory of --tls-certificates.
-pub fn run_all<D: Serve>(certificates: Option<&Path>) -> Vec<Finding> {
+pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![
         kernel(&kernel_release()),
         io_uring(),
         state_directory(),
-        locked_memory(locked_memory_limit::<D>(), geteuid().is_root()),
+        locked_memory(locked_memory_limit(), geteuid().is_root()),
         open_files(getrlimit(Resource::Nofile).maximum),
-        landlock(D::landlock_abi()),
-        seccomp(D::has_seccomp()),
+        landlock(landlock_abi()),
+        seccomp(has_seccomp()),
         block_devices(),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
         ceph(),
@@ -152,8 +152,8 @@ fn directory_hint(path: &Path, user: u32) -> String {
 /// The limit that applies to daemons, which raise it as far as the kernel allows. Raising the hard limit
 /// needs CAP_SYS_RESOURCE in the initial user namespace, which even root in a container often lacks. So this
 /// process raises its own limit.
-fn locked_memory_limit<D: Serve>() -> Option<u64> {
-    D::raise_limits();
+fn locked_memory_limit() -> Option<u64> {
+    raise_limits();
     getrlimit(Resource::Memlock).current
 }
 

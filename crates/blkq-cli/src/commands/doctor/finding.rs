@@ -54,8 +54,4 @@ impl Finding {
     pub fn asked(self) -> Finding {
         Finding { asked: true, ..self }
     }
-
-    pub fn is_missing(&self) -> bool {
-        self.state == State::Missing
-    }
 }

@@ -6,12 +6,10 @@ mod finding;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{EXIT_FAILED, Outcome};
 use serde::Serialize;
 
-use crate::output::table::{Align, render};
-use crate::output::{print, print_json};
+use crate::output::{Align, print, print_json, render};
 
 use checks::{kernel_release, run_all};
 use finding::{Finding, State};
@@ -47,12 +45,12 @@ struct Page {
 
 impl Page {
     fn new(checks: Vec<Finding>) -> Page {
-        let works = !checks.iter().any(|check| check.needed && check.is_missing());
+        let works = !checks.iter().any(|check| check.needed && check.state == State::Missing);
         Page { version: env!("CARGO_PKG_VERSION"), kernel: kernel_release(), works, checks }
     }
 
     fn lacks_asked(&self) -> bool {
-        self.checks.iter().any(|check| check.asked && check.is_missing())
+        self.checks.iter().any(|check| check.asked && check.state == State::Missing)
     }
 
     fn text(&self) -> String {
@@ -76,8 +74,8 @@ impl Page {
 }
 
 impl Args {
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let page = Page::new(run_all::<D>(self.tls_certificates.as_deref()));
+    pub fn run(self) -> Outcome<ExitCode> {
+        let page = Page::new(run_all(self.tls_certificates.as_deref()));
         if self.json {
             print_json(&page)?;
         } else {
