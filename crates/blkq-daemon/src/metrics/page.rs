@@ -4,12 +4,14 @@
 use std::fmt::{Display, Write};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use blkq::{Counter, StatGroup, Status};
+use blkq::stats::GroupSnapshot;
+use blkq::{Counter, StatGroup, StatsSnapshot, Status};
 use blkq_export::Counted;
-use blkq_protocol::control::statistics::{Nbd, Statistics, VhostUser};
+use blkq_protocol::control::statistics::{Gate, Statistics};
 
 /// The latency buckets end just below these powers of two nanoseconds: from 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);
+const DIRECTIONS: [&str; 2] = ["read", "other"];
 
 /// Counters of the endpoint itself.
 #[derive(Default)]
@@ -33,16 +35,24 @@ struct Page {
 
 pub fn render(sample: &Sample, served: &Served) -> String {
     let Sample { name, size_bytes, statistics } = sample;
+    let snapshot = statistics.snapshot();
     let mut page = Page { text: String::with_capacity(32 << 10), device: escape(name) };
-    page.device(*size_bytes, statistics);
-    page.requests(statistics);
-    page.layer(statistics);
-    page.hangs(statistics);
+    page.family("info", "gauge", "Always 1; the label is the version of the daemon.");
+    page.sample("info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
+    page.gauge("size_bytes", "Size of the device.", size_bytes);
+    page.gauge("uptime_seconds", "Time since the device was attached.", seconds(statistics.uptime_ns));
+    page.requests(&snapshot);
+    page.latencies(&snapshot);
+    page.layer(&snapshot);
+    page.gate(&statistics.gate);
+    page.waits(statistics, &snapshot);
     if let Some(nbd) = &statistics.nbd {
-        page.nbd(nbd);
+        page.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
+        page.counters("nbd", nbd.counters.each());
     }
     if let Some(vhost) = &statistics.vhost_user {
-        page.vhost_user(vhost);
+        page.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
+        page.counters("vhost_user", vhost.counters.each());
     }
     let get = |counter: &AtomicU64| counter.load(Relaxed);
     page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
@@ -51,42 +61,46 @@ pub fn render(sample: &Sample, served: &Served) -> String {
     page.text
 }
 
+/// The operations with their counters.
+fn groups(snapshot: &StatsSnapshot) -> impl Iterator<Item = (&'static str, &GroupSnapshot)> {
+    StatGroup::ALL.iter().map(move |group| (group.name(), &snapshot[*group]))
+}
+
 impl Page {
-    fn device(&mut self, size_bytes: u64, statistics: &Statistics) {
-        self.family("info", "gauge", "Always 1; the label is the version of the daemon.");
-        self.sample("info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
-        self.gauge("size_bytes", "Size of the device.", size_bytes);
-        self.gauge("uptime_seconds", "Time since the device was attached.", seconds(statistics.uptime_ns));
+    fn requests(&mut self, snapshot: &StatsSnapshot) {
+        let groups = || groups(snapshot);
+        let ios = groups().map(|(op, group)| (op, group.ios));
+        self.samples("ios_total", "counter", "Requests completed, with or without an error.", "op", ios);
+        let merges = groups().map(|(op, group)| (op, group.merges));
+        self.samples("merges_total", "counter", "I/Os merged into the request of another I/O.", "op", merges);
+        let bytes = groups().filter(|(op, _)| *op != StatGroup::Flush.name());
+        let bytes = bytes.map(|(op, group)| (op, u128::from(group.sectors) * 512));
+        self.samples("transferred_bytes_total", "counter", "Bytes of the completed requests.", "op", bytes);
+        let failed: fn(&GroupSnapshot, Status) -> u64 = |group, status| group.failed_with(status);
+        let refused: fn(&GroupSnapshot, Status) -> u64 = |group, status| group.refused_with(status);
+        for (name, help, count) in [
+            ("errors_total", "Requests that completed with an error.", failed),
+            ("refused_total", "I/Os rejected before they became requests.", refused),
+        ] {
+            self.family(name, "counter", help);
+            for (op, group) in groups() {
+                for status in Status::ALL {
+                    self.sample(name, &[("op", op), ("status", status.name())], count(group, status));
+                }
+            }
+        }
+        let in_flight = DIRECTIONS.into_iter().zip(snapshot.in_flight);
+        self.samples("in_flight", "gauge", "Requests in flight.", "direction", in_flight);
+        let most = DIRECTIONS.into_iter().zip(snapshot.in_flight_max);
+        let help = "Most requests ever in flight in a single queue.";
+        self.samples("in_flight_max", "gauge", help, "direction", most);
+        self.counter("busy_seconds", "Time with requests in flight.", seconds(snapshot.busy_ns));
     }
 
-    fn requests(&mut self, statistics: &Statistics) {
-        let snapshot = statistics.snapshot();
-        let groups = || StatGroup::ALL.iter().map(|group| (group.name(), &snapshot[*group]));
-        self.family("ios_total", "counter", "Requests completed, with or without an error.");
-        groups().for_each(|(op, group)| self.sample("ios_total", &[("op", op)], group.ios));
-        self.family("merges_total", "counter", "I/Os merged into the request of another I/O.");
-        groups().for_each(|(op, group)| self.sample("merges_total", &[("op", op)], group.merges));
-        self.family("transferred_bytes_total", "counter", "Bytes of the completed requests.");
-        groups().filter(|(op, _)| *op != StatGroup::Flush.name()).for_each(|(op, group)| {
-            self.sample("transferred_bytes_total", &[("op", op)], u128::from(group.sectors) * 512);
-        });
-        self.family("errors_total", "counter", "Requests that completed with an error.");
-        for (op, group) in groups() {
-            for status in Status::ALL {
-                let labels = [("op", op), ("status", status.name())];
-                self.sample("errors_total", &labels, group.failed_with(status));
-            }
-        }
-        self.family("refused_total", "counter", "I/Os rejected before they became requests.");
-        for (op, group) in groups() {
-            for status in Status::ALL {
-                let labels = [("op", op), ("status", status.name())];
-                self.sample("refused_total", &labels, group.refused_with(status));
-            }
-        }
+    fn latencies(&mut self, snapshot: &StatsSnapshot) {
         self.family("latency_seconds", "histogram", "Time from submission to completion, with queueing.");
         let (from, to) = LATENCY_BITS;
-        for (op, group) in groups() {
+        for (op, group) in groups(snapshot) {
             for (edge_ns, count) in group.latency.below_powers(from, to) {
                 // Prometheus counts a value equal to the bound, so the bound is the largest latency below the
                 // edge.
@@ -98,25 +112,13 @@ impl Page {
             self.sample("latency_seconds_sum", &[("op", op)], seconds(group.nanoseconds));
             self.sample("latency_seconds_count", &[("op", op)], count);
         }
-        self.family("latency_max_seconds", "gauge", "Longest latency since the device was attached.");
-        groups().for_each(|(op, group)| {
-            self.sample("latency_max_seconds", &[("op", op)], seconds(group.latency.max_ns));
-        });
-        let directions = ["read", "other"];
-        self.family("in_flight", "gauge", "Requests in flight.");
-        for (direction, count) in directions.iter().zip(snapshot.in_flight) {
-            self.sample("in_flight", &[("direction", direction)], count);
-        }
-        self.family("in_flight_max", "gauge", "Most requests ever in flight in a single queue.");
-        for (direction, count) in directions.iter().zip(snapshot.in_flight_max) {
-            self.sample("in_flight_max", &[("direction", direction)], count);
-        }
-        self.counter("busy_seconds", "Time with requests in flight.", seconds(snapshot.busy_ns));
+        let longest = groups(snapshot).map(|(op, group)| (op, seconds(group.latency.max_ns)));
+        let help = "Longest latency since the device was attached.";
+        self.samples("latency_max_seconds", "gauge", help, "op", longest);
     }
 
-    fn layer(&mut self, statistics: &Statistics) {
-        let snapshot = statistics.snapshot();
-        let counted = [
+    fn layer(&mut self, snapshot: &StatsSnapshot) {
+        for (counter, name, help) in [
             (Counter::FlushesAsked, "flushes_asked", "I/Os that needed a flush."),
             (Counter::FlushesSent, "flushes_sent", "Flushes sent to the driver."),
             (Counter::FlushesCoalesced, "flushes_coalesced", "I/Os that shared their flush with other I/Os."),
@@ -133,61 +135,38 @@ impl Page {
             ),
             (Counter::ClockReads, "clock_reads", "Clock readings."),
             (Counter::NegativeLatencies, "negative_latencies", "Requests with a negative latency."),
-        ];
-        for (counter, name, help) in counted {
+            (Counter::Hangs, "hangs", "Requests that were found to hang."),
+            (Counter::ThrottledRequests, "throttled_requests", "Requests that had to wait for a limit."),
+            (Counter::HeldRequests, "held_requests", "Times that a request was held after an error."),
+        ] {
             self.counter(name, help, snapshot.counter(counter));
         }
         let age = seconds(snapshot.clock_age_max_ns);
         self.gauge("clock_age_max_seconds", "Longest use of a cached clock reading.", age);
-        let gate = &statistics.gate;
-        self.family("gate_waiting", "gauge", "Threads that wait at the request gate.");
-        for (direction, count) in ["read", "other"].iter().zip(gate.waiting) {
-            self.sample("gate_waiting", &[("direction", direction)], count);
-        }
+    }
+
+    fn gate(&mut self, gate: &Gate) {
+        let waiting = DIRECTIONS.into_iter().zip(gate.waiting);
+        let help = "Threads that wait at the request gate.";
+        self.samples("gate_waiting", "gauge", help, "direction", waiting);
         self.counter("gate_waits", "Times that a thread had to wait at the request gate.", gate.waits);
         self.counter("gate_wakeups", "Wake-ups of threads at the request gate.", gate.wakeups);
         self.counter("gate_grants", "Batches of requests admitted at the request gate.", gate.grants);
-        self.gauge(
-            "gate_largest_grant",
-            "Requests in the largest batch admitted at the gate.",
-            gate.largest_grant,
-        );
+        let help = "Requests in the largest batch admitted at the gate.";
+        self.gauge("gate_largest_grant", help, gate.largest_grant);
     }
 
-    fn hangs(&mut self, statistics: &Statistics) {
-        let snapshot = statistics.snapshot();
+    /// Requests that wait for limits and after errors, and hangs.
+    fn waits(&mut self, statistics: &Statistics, snapshot: &StatsSnapshot) {
         let limit = seconds(statistics.hang_warning_ns);
         self.gauge("hang_warning_seconds", "Time after which a request counts as hung; 0 if off.", limit);
-        self.counter("hangs", "Requests that were found to hang.", snapshot.counter(Counter::Hangs));
         self.gauge("hung", "Requests that hung in the last scan.", snapshot.hung);
-        self.counter(
-            "throttled_requests",
-            "Requests that had to wait for a limit.",
-            snapshot.counter(Counter::ThrottledRequests),
-        );
-        self.counter(
-            "throttled_seconds",
-            "Time in which requests waited, summed over queues.",
-            seconds(snapshot.counter(Counter::ThrottledNs)),
-        );
-        self.gauge("held", "Requests held after errors now.", snapshot.held);
-        self.counter(
-            "held_requests",
-            "Times that a request was held after an error.",
-            snapshot.counter(Counter::HeldRequests),
-        );
-        self.gauge("throttled", "Requests that wait for a limit now.", snapshot.throttled);
         self.counter("stalls", "Times that the thread of a queue did not answer in time.", statistics.stalls);
-    }
-
-    fn vhost_user(&mut self, vhost: &VhostUser) {
-        self.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
-        self.counters("vhost_user", vhost.counters.each());
-    }
-
-    fn nbd(&mut self, nbd: &Nbd) {
-        self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
-        self.counters("nbd", nbd.counters.each());
+        let throttled = seconds(snapshot.counter(Counter::ThrottledNs));
+        let help = "Time in which requests waited, summed over queues.";
+        self.counter("throttled_seconds", help, throttled);
+        self.gauge("throttled", "Requests that wait for a limit now.", snapshot.throttled);
+        self.gauge("held", "Requests held after errors now.", snapshot.held);
     }
 
     fn counters(&mut self, export: &str, counters: impl Iterator<Item = Counted>) {
@@ -206,6 +185,21 @@ impl Page {
     fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
         self.family(name, "gauge", help);
         self.sample(name, &[], value);
+    }
+
+    /// Writes a family with a sample for each value of a label.
+    fn samples<'a>(
+        &mut self,
+        name: &str,
+        kind: &str,
+        help: &str,
+        label: &str,
+        values: impl IntoIterator<Item = (&'a str, impl Display)>,
+    ) {
+        self.family(name, kind, help);
+        for (text, value) in values {
+            self.sample(name, &[(label, text)], value);
+        }
     }
 
     // Writing to a string does not fail.
@@ -236,8 +230,8 @@ mod exposition;
 
 #[cfg(test)]
 mod tests {
-    use blkq::StatsSnapshot;
     use blkq_export::nbd::NbdCounters;
+    use blkq_protocol::control::statistics::{Nbd, VhostUser};
 
     use super::*;
     use exposition::{Exposition, check};

@@ -135,58 +135,45 @@ impl Server<'_> {
 impl Connection {
     /// Receives, answers and sends until the socket would block.
     fn advance(&mut self, read: Read<'_>, served: &Served) {
-        loop {
-            let next = match &mut self.state {
-                State::Asking(input) => {
-                    let mut piece = [0; HEAD_BYTES_MAX];
-                    match recv(&self.socket, &mut piece[..], RecvFlags::empty()) {
-                        Ok((_, 0)) => State::Over,
-                        Ok((_, length)) => {
-                            input.extend_from_slice(&piece[..length.min(piece.len())]);
-                            match http::parse(input) {
-                                Some(asked) => State::Answering(answer(asked, read, served), 0),
-                                None => continue,
-                            }
-                        }
-                        Err(Errno::INTR) => continue,
-                        Err(Errno::AGAIN) => return,
-                        Err(_) => State::Over,
-                    }
-                }
-                State::Answering(output, sent) => {
-                    match send(&self.socket, &output[*sent..], SendFlags::NOSIGNAL) {
-                        Ok(length) if *sent + length < output.len() => {
-                            *sent += length;
-                            continue;
-                        }
-                        Ok(_) => {
-                            // The client sees the end of the answer immediately. The socket stays open,
-                            // because closing it with unread input would reset the connection before the
-                            // answer has arrived.
-                            let _ = shutdown(&self.socket, Shutdown::Write);
-                            State::Closing(0)
-                        }
-                        Err(Errno::INTR) => continue,
-                        Err(Errno::AGAIN) => return,
-                        Err(_) => State::Over,
-                    }
-                }
-                State::Closing(late) => {
-                    let mut piece = [0; HEAD_BYTES_MAX];
-                    match recv(&self.socket, &mut piece[..], RecvFlags::empty()) {
-                        Ok((_, length)) if length > 0 && *late < LATE_BYTES_MAX => {
-                            *late += length;
-                            continue;
-                        }
-                        Err(Errno::INTR) => continue,
-                        Err(Errno::AGAIN) => return,
-                        _ => State::Over,
-                    }
-                }
-                State::Over => return,
-            };
-            self.state = next;
+        while !matches!(self.state, State::Over) {
+            match self.step(read, served) {
+                Ok(Some(next)) => self.state = next,
+                Ok(None) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(_) => self.state = State::Over,
+            }
         }
+    }
+
+    /// Makes one system call. Returns the next state, or `None` if the state does not change.
+    fn step(&mut self, read: Read<'_>, served: &Served) -> Result<Option<State>, Errno> {
+        let mut piece = [0; HEAD_BYTES_MAX];
+        let mut receive = || recv(&self.socket, &mut piece[..], RecvFlags::empty());
+        Ok(match &mut self.state {
+            State::Asking(input) => match receive()? {
+                (0, _) => Some(State::Over),
+                (length, _) => {
+                    input.extend_from_slice(&piece[..length]);
+                    http::parse(input).map(|asked| State::Answering(answer(asked, read, served), 0))
+                }
+            },
+            State::Answering(output, sent) => {
+                *sent += send(&self.socket, &output[*sent..], SendFlags::NOSIGNAL)?;
+                (*sent == output.len()).then(|| {
+                    // The client sees the end of the answer immediately. The socket stays open, because
+                    // closing it with unread input would reset the connection before the answer has arrived.
+                    let _ = shutdown(&self.socket, Shutdown::Write);
+                    State::Closing(0)
+                })
+            }
+            State::Closing(late) => {
+                let (length, _) = receive()?;
+                let is_over = length == 0 || *late >= LATE_BYTES_MAX;
+                *late += length;
+                is_over.then_some(State::Over)
+            }
+            State::Over => None,
+        })
     }
 }
 
