@@ -4,12 +4,11 @@ use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::Style;
 
-use super::canvas::{aligned, put};
 use super::page;
-use super::row::{Row, count, latency, percent, short};
-use super::theme::Theme;
-use super::view::{Sort, View};
-use crate::output::table::Align;
+use super::row::{COLUMNS, Row, short};
+use super::theme::{Theme, aligned, put};
+use super::view::View;
+use crate::output::Align;
 
 /// The scale of the latency bars: from 10^0 to 10^7 microseconds.
 const BAR_DECADES: std::ops::Range<f64> = 0.0..7.0;
@@ -17,34 +16,9 @@ const BAR_DECADES: std::ops::Range<f64> = 0.0..7.0;
 const NAME_COLUMNS: u16 = 12;
 const NAME_COLUMNS_MORE: u16 = 28;
 
-struct Column {
-    head: &'static str,
-    width: u16,
-    sort: Option<Sort>,
-    cell: fn(&Row) -> Option<String>,
-}
-
-/// On a narrow terminal, columns are omitted, from the right.
-const COLUMNS: [Column; 11] = [
-    Column { head: "IOPS", width: 5, sort: Some(Sort::Iops), cell: |row| row.iops.map(short) },
-    Column { head: "MB/s", width: 5, sort: Some(Sort::MbPerS), cell: |row| row.mb_per_s.map(short) },
-    Column { head: "p50", width: 5, sort: Some(Sort::P50), cell: |row| row.latency_p50_us.map(latency) },
-    Column { head: "p99", width: 5, sort: Some(Sort::P99), cell: |row| row.latency_p99_us.map(latency) },
-    Column { head: "1us ... 10s", width: BAR_COLUMNS, sort: None, cell: |_| None },
-    Column { head: "QD", width: 4, sort: Some(Sort::InFlight), cell: |row| row.in_flight.map(count) },
-    Column { head: "MRG/s", width: 5, sort: Some(Sort::Merges), cell: |row| row.merges_per_s.map(short) },
-    Column { head: "FLS/s", width: 5, sort: Some(Sort::Flushes), cell: |row| row.flushes_per_s.map(short) },
-    Column {
-        head: "THR",
-        width: 4,
-        sort: Some(Sort::Throttled),
-        cell: |row| row.throttled_percent.map(percent),
-    },
-    Column { head: "HUNG", width: 4, sort: Some(Sort::Hung), cell: |row| row.hung.map(count) },
-    Column { head: "CLI", width: 3, sort: Some(Sort::Clients), cell: |row| row.clients.map(count) },
-];
-/// The index in [`COLUMNS`], and the smallest width.
+/// The place of the latency bars among the columns of the list, their heading, and their smallest width.
 const BAR: usize = 4;
+const BAR_HEAD: &str = "1us ... 10s";
 const BAR_COLUMNS: u16 = 11;
 
 pub fn draw(view: &mut View, theme: Theme, buffer: &mut Buffer) {
@@ -73,17 +47,17 @@ fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     let rows = view.rows();
     title(view, theme, buffer, area, &rows);
     let layout = Layout::new(area.width);
-    let head = |sort: Option<Sort>, head: &str| {
-        if sort == Some(view.sort) {
+    let head = |sort: Option<usize>, head: &str| {
+        if sort == view.sort {
             format!("{}{head}", if view.reversed { '^' } else { '*' })
         } else {
             head.to_owned()
         }
     };
-    let mut heading = aligned(&head(Some(Sort::Name), "NAME"), layout.name, Align::Left);
+    let mut heading = aligned(&head(None, "NAME"), layout.name, Align::Left);
     for (column, width) in layout.columns() {
-        heading.push(' ');
-        heading += &aligned(&head(column.sort, column.head), width, Align::Right);
+        let text = column.map_or(BAR_HEAD.to_owned(), |at| head(Some(at), COLUMNS[at].head));
+        heading = heading + " " + &aligned(&text, width, Align::Right);
     }
     put(buffer, area, (0, 1), &aligned(&heading, area.width, Align::Left), theme.heading());
     let height = usize::from(area.height.saturating_sub(2)).max(1);
@@ -131,15 +105,14 @@ fn title(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect, rows: &[Row
 struct Layout {
     name: u16,
     bar: u16,
-    /// The number of [`COLUMNS`] that fit.
+    /// The number of columns that fit. On a narrow terminal, columns are omitted, from the right.
     shown: usize,
 }
 
 impl Layout {
     fn new(width: u16) -> Layout {
-        let mut shown = COLUMNS.len();
-        let needed =
-            |shown: usize| NAME_COLUMNS + COLUMNS[..shown].iter().map(|column| column.width + 1).sum::<u16>();
+        let mut shown = COLUMNS.len() + 1;
+        let needed = |shown| NAME_COLUMNS + columns().take(shown).map(|(_, width)| width + 1).sum::<u16>();
         while shown > 0 && needed(shown) > width {
             shown -= 1;
         }
@@ -149,10 +122,16 @@ impl Layout {
         Layout { name: NAME_COLUMNS + more, bar: BAR_COLUMNS + left - more, shown }
     }
 
-    fn columns(&self) -> impl Iterator<Item = (&'static Column, u16)> {
-        let width = |at: usize| if at == BAR { self.bar } else { COLUMNS[at].width };
-        COLUMNS.iter().enumerate().take(self.shown).map(move |(at, column)| (column, width(at)))
+    fn columns(&self) -> impl Iterator<Item = (Option<usize>, u16)> {
+        let widened = |(column, width): (Option<usize>, u16)| (column, column.map_or(self.bar, |_| width));
+        columns().take(self.shown).map(widened)
     }
+}
+
+/// The columns after the name: their indexes in [`COLUMNS`], or `None` for the bars, and their smallest widths.
+fn columns() -> impl Iterator<Item = (Option<usize>, u16)> {
+    let columns = || COLUMNS.iter().enumerate().map(|(at, column)| (Some(at), column.width));
+    columns().take(BAR).chain([(None, BAR_COLUMNS)]).chain(columns().skip(BAR))
 }
 
 /// The daemon does not answer, or requests hang or are held.
@@ -171,11 +150,11 @@ fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rec
         return;
     }
     for (column, width) in layout.columns() {
-        match column.sort {
+        match column {
             None => bar(row, width, theme, buffer, area, (x, y)),
-            Some(_) => {
-                let text = (column.cell)(row).unwrap_or_else(|| "-".to_owned());
-                put(buffer, area, (x, y), &aligned(&text, width, Align::Right), style);
+            Some(at) => {
+                let cell = aligned(&COLUMNS[at].cell(row), width, Align::Right);
+                put(buffer, area, (x, y), &cell, style);
             }
         }
         x += width + 1;
@@ -204,9 +183,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use blkq_protocol::failure::Failure;
-    use ratatui_core::backend::TestBackend;
     use ratatui_core::style::Modifier;
-    use ratatui_core::terminal::Terminal;
 
     use super::super::keys::Key;
     use super::super::view::tests::view;
@@ -215,9 +192,9 @@ mod tests {
     const PLAIN: Theme = Theme { unicode: false, colour: false };
 
     fn picture(view: &mut View, theme: Theme, width: u16, height: u16) -> Buffer {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| draw(view, theme, frame.buffer_mut())).unwrap();
-        terminal.backend().buffer().clone()
+        let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+        draw(view, theme, &mut buffer);
+        buffer
     }
 
     fn lines(view: &mut View, width: u16, height: u16) -> Vec<String> {

@@ -3,11 +3,10 @@
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 
-use super::canvas::{aligned, put};
 use super::devices::{Column, POWERS};
 use super::row::latency;
-use super::theme::Theme;
-use crate::output::table::Align;
+use super::theme::{Theme, aligned, put};
+use crate::output::Align;
 
 const LABEL_COLUMNS: u16 = 8;
 

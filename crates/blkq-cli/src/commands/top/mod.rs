@@ -2,7 +2,6 @@
 //! computes the figures of each interval; `view` is the state that keys change; `draw` and `page` draw it
 //! into a buffer; `terminal` writes the buffer to the terminal.
 
-mod canvas;
 mod devices;
 mod draw;
 mod heat;
@@ -21,16 +20,14 @@ use std::time::{Duration, Instant};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{self, Signal, Signals};
-use ratatui_core::terminal::Terminal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::output::table::{Align, render};
-use crate::output::{print, print_json};
+use crate::output::{Align, print, print_json, render};
 
 use devices::Devices;
 use keys::Keys;
-use row::{Row, count, latency, percent, short};
+use row::{COLUMNS, ERRORS, Row};
 use sampler::Sampler;
 use terminal::{Guard, Screen};
 use theme::Theme;
@@ -98,8 +95,8 @@ impl Args {
         match outcome {
             Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
             Ok(None) => Ok(ExitCode::SUCCESS),
-            Err(Stop::Terminal) => Ok(ExitCode::SUCCESS),
-            Err(Stop::Failed(failure)) => Err(failure),
+            // Any other error means that the terminal was closed: there is no user to whom it could be shown.
+            Err(e) => e.downcast::<Failure>().map_or(Ok(ExitCode::SUCCESS), Err),
         }
     }
 
@@ -132,28 +129,12 @@ fn table(rows: &[Row]) -> String {
     if rows.is_empty() {
         return String::new();
     }
-    let heads = ["NAME", "IOPS", "MB/s", "p50", "p99", "QD", "MRG/s", "FLS/s", "THR", "ERR", "HUNG", "CLI"];
-    let mut lines = vec![heads.map(str::to_owned)];
-    let text = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
-    let number = |value: Option<u64>| value.map_or_else(|| "-".to_owned(), count);
-    let time = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), latency);
-    for row in rows {
-        lines.push([
-            row.name.clone(),
-            text(row.iops),
-            text(row.mb_per_s),
-            time(row.latency_p50_us),
-            time(row.latency_p99_us),
-            number(row.in_flight),
-            text(row.merges_per_s),
-            text(row.flushes_per_s),
-            row.throttled_percent.map_or_else(|| "-".to_owned(), percent),
-            number(row.errors),
-            number(row.hung),
-            number(row.clients),
-        ]);
-    }
-    let mut align = [Align::Right; 12];
+    let (before, after) = COLUMNS.split_at(8);
+    let columns = || before.iter().chain([&ERRORS]).chain(after);
+    let line = |name: &str, cells: Vec<String>| [vec![name.to_owned()], cells].concat();
+    let mut lines = vec![line("NAME", columns().map(|column| column.head.to_owned()).collect())];
+    lines.extend(rows.iter().map(|row| line(&row.name, columns().map(|column| column.cell(row)).collect())));
+    let mut align = vec![Align::Right; lines[0].len()];
     align[0] = Align::Left;
     let mut table = render(align, &lines);
     for row in rows {
@@ -162,25 +143,6 @@ fn table(rows: &[Row]) -> String {
         }
     }
     table
-}
-
-/// Why the program must stop.
-enum Stop {
-    /// The terminal was closed: there is no user to whom a failure could be shown.
-    Terminal,
-    Failed(Failure),
-}
-
-impl From<io::Error> for Stop {
-    fn from(_: io::Error) -> Stop {
-        Stop::Terminal
-    }
-}
-
-impl From<Failure> for Stop {
-    fn from(failure: Failure) -> Stop {
-        Stop::Failed(failure)
-    }
 }
 
 struct Program {
@@ -192,16 +154,16 @@ struct Program {
 }
 
 impl Program {
-    /// Returns the signal that stopped the program; `None` for a key.
-    fn run(&mut self, mut screen: Screen, interval: Duration) -> Result<Option<Signal>, Stop> {
+    /// Returns the signal that stopped the program; `None` for a key. An error is that of the terminal, or contains a
+    /// [`Failure`].
+    fn run(&mut self, mut screen: Screen, interval: Duration) -> io::Result<Option<Signal>> {
         screen.enter()?;
-        let mut terminal = Terminal::new(screen)?;
         let mut next = Instant::now();
         let mut pause = interval.min(SECOND_SAMPLE);
         loop {
             let now = Instant::now();
             if now >= next {
-                self.view.devices.asked(self.sampler.ask()?, now);
+                self.view.devices.asked(self.sampler.ask().map_err(io::Error::other)?, now);
                 // Samples that were missed, for example while the process was suspended, are not made up for.
                 next = if next + pause > now { next + pause } else { now + pause };
                 pause = interval;
@@ -212,11 +174,11 @@ impl Program {
             self.view.devices.mark_silent(now);
             // A slow terminal gets the next picture, the latest one then, when it has taken the previous one
             // completely.
-            if !terminal.backend().is_behind() {
+            if !screen.is_behind() {
                 let Program { view, theme, .. } = self;
-                terminal.draw(|frame| draw::draw(view, *theme, frame.buffer_mut()))?;
+                screen.show(|buffer| draw::draw(view, *theme, buffer))?;
             }
-            self.wait(terminal.backend_mut(), next)?;
+            self.wait(&mut screen, next)?;
             let mut suspend = false;
             let mut redraw = false;
             for signal in self.signals.take() {
@@ -228,7 +190,7 @@ impl Program {
                     Signal::Continue | Signal::Resize => redraw |= signal == Signal::Continue,
                 }
             }
-            let typed = terminal.backend_mut().typed()?;
+            let typed = screen.typed()?;
             for key in self.keys.take(&typed, Instant::now()) {
                 match self.view.press(key) {
                     Action::None => {}
@@ -239,18 +201,17 @@ impl Program {
             }
             if suspend {
                 terminal::leave();
-                Signal::Stop.act()?;
+                Signal::Stop.act().map_err(io::Error::other)?;
                 redraw = true;
             }
             if redraw {
-                terminal.backend_mut().enter()?;
-                terminal.clear()?;
+                screen.enter()?;
             }
         }
     }
 
     /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output.
-    fn wait(&self, screen: &mut Screen, next: Instant) -> Result<(), Stop> {
+    fn wait(&self, screen: &mut Screen, next: Instant) -> io::Result<()> {
         let mut left = next.saturating_duration_since(Instant::now());
         if self.keys.is_pending() {
             left = left.min(keys::KEY_WAIT);
@@ -263,9 +224,8 @@ impl Program {
             PollFd::new(&self.sampler, PollFlags::IN),
         ];
         match poll(&mut polled, Some(&left)) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(e) => return Err(Stop::Failed(Failure::new(format!("top: cannot wait for events: {e}")))),
+            Ok(_) | Err(Errno::INTR) => screen.write_some(),
+            Err(e) => Err(io::Error::other(Failure::new(format!("top: cannot wait for events: {e}")))),
         }
-        Ok(screen.write_some()?)
     }
 }

@@ -2,13 +2,12 @@ use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::Style;
 
-use super::canvas::{aligned, put};
 use super::heat;
 use super::row::{count, latency, percent, short};
-use super::theme::Theme;
+use super::theme::{Theme, aligned, put};
 use super::view::View;
 use crate::commands::stat::report::{Figures, Group, Queue};
-use crate::output::table::Align;
+use crate::output::Align;
 
 const TOP_ROWS: u16 = 9;
 /// The heat map is drawn if there are more rows than this.
@@ -67,10 +66,8 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
         put(buffer, area, (x, 1), &format!(", virtual machines: {}", vhost_user.connected), plain);
     }
     let heads = ["IOPS", "MB/s", "MRG/s", "avg", "p50", "p99", "max", "errors"];
-    let cells =
-        |cells: &[String]| cells.iter().map(|cell| aligned(cell, COLUMN, Align::Right)).collect::<String>();
-    let heading = aligned("", 8, Align::Left) + &cells(&heads.map(str::to_owned));
-    put(buffer, area, (0, 2), &aligned(&heading, area.width, Align::Left), theme.heading());
+    let heading = aligned(&line("", &heads), area.width, Align::Left);
+    put(buffer, area, (0, 2), &heading, theme.heading());
     let groups: [(&str, &Group); 4] = [
         ("read", &figures.read),
         ("write", &figures.write),
@@ -80,18 +77,17 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
     for (y, (name, group)) in (3..).zip(groups) {
         let time = |us| if group.ios == 0 { "-".to_owned() } else { latency(us) };
         let errors = group.error_count();
-        let line = aligned(name, 8, Align::Left)
-            + &cells(&[
-                short(group.iops),
-                short(group.mb_per_s),
-                short(group.merges_per_s),
-                time(group.latency_average_us),
-                time(group.latency_p50_us),
-                time(group.latency_p99_us),
-                time(group.latency_max_us),
-                count(errors),
-            ]);
-        put(buffer, area, (0, y), &line, if errors > 0 { theme.alarm() } else { plain });
+        let cells = [
+            short(group.iops),
+            short(group.mb_per_s),
+            short(group.merges_per_s),
+            time(group.latency_average_us),
+            time(group.latency_p50_us),
+            time(group.latency_p99_us),
+            time(group.latency_max_us),
+            count(errors),
+        ];
+        put(buffer, area, (0, y), &line(name, &cells), if errors > 0 { theme.alarm() } else { plain });
     }
     let text = format!(
         "flushes: {} requested, {} sent, {} coalesced; {:.1} per dispatch, {} tag waits",
@@ -103,6 +99,12 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
     queues(&figures.queues, theme, buffer, area)
 }
 
+/// A line of a table: a label, and cells of [`COLUMN`] characters.
+fn line(label: &str, cells: &[impl AsRef<str>]) -> String {
+    let cells = cells.iter().map(|cell| aligned(cell.as_ref(), COLUMN, Align::Right));
+    std::iter::once(aligned(label, 8, Align::Left)).chain(cells).collect()
+}
+
 fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     // A daemon of an earlier version does not send the figures of queues.
     let room = usize::from(area.height.saturating_sub(TOP_ROWS) / 3);
@@ -112,10 +114,7 @@ fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u1
     let shown = queues.len().min(room);
     let rows = shown as u16 + 1;
     let below = Rect { y: area.y + area.height - rows, height: rows, ..area };
-    let mut heading = aligned("QUEUE", 8, Align::Left);
-    for head in ["IOPS", "MB/s", "avg", "QD", "busy", "hung"] {
-        heading += &aligned(head, COLUMN, Align::Right);
-    }
+    let mut heading = line("QUEUE", &["IOPS", "MB/s", "avg", "QD", "busy", "hung"]);
     if shown < queues.len() {
         heading += &format!("  the first {shown} of {}", queues.len());
     }
@@ -129,8 +128,7 @@ fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u1
             format!("{:.0}%", queue.busy_percent),
             count(queue.hung),
         ];
-        let mut line = aligned(&number.to_string(), 8, Align::Left);
-        cells.iter().for_each(|cell| line += &aligned(cell, COLUMN, Align::Right));
+        let line = line(&number.to_string(), &cells);
         put(buffer, below, (0, y), &line, if queue.hung > 0 { theme.alarm() } else { Style::new() });
     }
     rows

@@ -63,6 +63,47 @@ impl Row {
     }
 }
 
+/// A figure of a row, as the list and `--once` show it.
+pub struct Column {
+    pub head: &'static str,
+    /// The width in the list, in characters.
+    pub width: u16,
+    pub value: fn(&Row) -> Option<f64>,
+    text: fn(f64) -> String,
+}
+
+impl Column {
+    /// `-` if the value is unknown.
+    pub fn cell(&self, row: &Row) -> String {
+        (self.value)(row).map_or_else(|| "-".to_owned(), self.text)
+    }
+}
+
+/// The columns of the list after the name, which are also the orders in which it can be sorted.
+pub static COLUMNS: [Column; 10] = [
+    Column { head: "IOPS", width: 5, value: |row| row.iops, text: short },
+    Column { head: "MB/s", width: 5, value: |row| row.mb_per_s, text: short },
+    Column { head: "p50", width: 5, value: |row| row.latency_p50_us, text: latency },
+    Column { head: "p99", width: 5, value: |row| row.latency_p99_us, text: latency },
+    Column { head: "QD", width: 4, value: |row| number(row.in_flight), text: rounded },
+    Column { head: "MRG/s", width: 5, value: |row| row.merges_per_s, text: short },
+    Column { head: "FLS/s", width: 5, value: |row| row.flushes_per_s, text: short },
+    Column { head: "THR", width: 4, value: |row| row.throttled_percent, text: percent },
+    Column { head: "HUNG", width: 4, value: |row| number(row.hung), text: rounded },
+    Column { head: "CLI", width: 3, value: |row| number(row.clients), text: rounded },
+];
+
+/// Only `--once` has this column, before the one of hung requests.
+pub static ERRORS: Column = Column { head: "ERR", width: 4, value: |row| number(row.errors), text: rounded };
+
+fn number(count: Option<u64>) -> Option<f64> {
+    count.map(|count| count as f64)
+}
+
+fn rounded(number: f64) -> String {
+    count(number as u64)
+}
+
 /// At most five characters: `0.5`, `48.1`, `999`, `12.3k`, `4.5M`.
 pub fn short(value: f64) -> String {
     let (value, unit) = match value {

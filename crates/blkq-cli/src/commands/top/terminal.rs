@@ -12,9 +12,8 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use blkq_protocol::failure::{Failure, Outcome};
-use ratatui_core::backend::{Backend, ClearType, WindowSize};
-use ratatui_core::buffer::Cell;
-use ratatui_core::layout::{Position, Size};
+use ratatui_core::buffer::Buffer;
+use ratatui_core::layout::Rect;
 use ratatui_core::style::{Color, Modifier, Style};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -33,6 +32,8 @@ pub struct Screen {
     tty: File,
     raw: Termios,
     output: Vec<u8>,
+    /// The cells that the terminal shows when it has taken `output`.
+    shown: Buffer,
 }
 
 impl Screen {
@@ -65,18 +66,52 @@ impl Screen {
             // 101 is the exit code of a Rust program whose main thread panics.
             std::process::exit(101);
         }));
-        Ok(Screen { tty, raw, output: Vec::new() })
+        Ok(Screen { tty, raw, output: Vec::new(), shown: Buffer::default() })
     }
 
     pub fn enter(&mut self) -> io::Result<()> {
         tcsetattr(&self.tty, OptionalActions::Now, &self.raw)?;
         self.output.clear();
         self.output.extend_from_slice(ENTER);
+        self.shown = Buffer::default();
         Ok(())
     }
 
     pub fn is_behind(&self) -> bool {
         !self.output.is_empty()
+    }
+
+    /// Shows what `draw` draws into a buffer of the size of the terminal. Never blocks. Fails if the terminal is
+    /// closed.
+    pub fn show(&mut self, draw: impl FnOnce(&mut Buffer)) -> io::Result<()> {
+        // A terminal that does not know its size, such as a serial line, reports 0.
+        let size = tcgetwinsize(&self.tty)?;
+        let (columns, rows) =
+            if size.ws_col == 0 || size.ws_row == 0 { (80, 24) } else { (size.ws_col, size.ws_row) };
+        let mut next = Buffer::empty(Rect::new(0, 0, columns, rows));
+        draw(&mut next);
+        if self.shown.area != next.area {
+            self.output.extend_from_slice(b"\x1b[2J");
+            self.shown = Buffer::empty(next.area);
+        }
+        let mut at = None;
+        let mut style = Style::reset();
+        for (x, y, cell) in self.shown.diff(&next) {
+            if at != Some((x, y)) {
+                write!(self.output, "\x1b[{};{}H", y + 1, x + 1)?;
+            }
+            if cell.style() != style {
+                style = cell.style();
+                set_style(&mut self.output, style)?;
+            }
+            self.output.extend_from_slice(cell.symbol().as_bytes());
+            // Characters beyond ASCII may be wider than one column, so the position after them is set
+            // explicitly.
+            at = cell.symbol().is_ascii().then_some((x + 1, y));
+        }
+        self.output.extend_from_slice(b"\x1b[0m");
+        self.shown = next;
+        self.write_some()
     }
 
     /// Never blocks. Fails if the terminal is closed.
@@ -144,72 +179,6 @@ pub struct Guard;
 impl Drop for Guard {
     fn drop(&mut self) {
         leave();
-    }
-}
-
-impl Backend for Screen {
-    type Error = io::Error;
-
-    fn draw<'a, I: Iterator<Item = (u16, u16, &'a Cell)>>(&mut self, content: I) -> io::Result<()> {
-        let mut at = None;
-        let mut style = Style::reset();
-        for (x, y, cell) in content {
-            if at != Some((x, y)) {
-                write!(self.output, "\x1b[{};{}H", y + 1, x + 1)?;
-            }
-            if cell.style() != style {
-                style = cell.style();
-                set_style(&mut self.output, style)?;
-            }
-            self.output.extend_from_slice(cell.symbol().as_bytes());
-            // Characters beyond ASCII may be wider than one column, so the position after them is set
-            // explicitly.
-            at = cell.symbol().is_ascii().then_some((x + 1, y));
-        }
-        self.output.extend_from_slice(b"\x1b[0m");
-        Ok(())
-    }
-
-    fn hide_cursor(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn show_cursor(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn get_cursor_position(&mut self) -> io::Result<Position> {
-        Ok(Position::ORIGIN)
-    }
-
-    fn set_cursor_position<P: Into<Position>>(&mut self, _: P) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn clear(&mut self) -> io::Result<()> {
-        self.output.extend_from_slice(b"\x1b[2J");
-        Ok(())
-    }
-
-    fn clear_region(&mut self, _: ClearType) -> io::Result<()> {
-        self.clear()
-    }
-
-    /// A terminal that does not know its size, such as a serial line, reports 0. Then this returns 80 x 24.
-    fn size(&self) -> io::Result<Size> {
-        let size = tcgetwinsize(&self.tty)?;
-        Ok(match (size.ws_col, size.ws_row) {
-            (0, _) | (_, 0) => Size::new(80, 24),
-            (columns, rows) => Size::new(columns, rows),
-        })
-    }
-
-    fn window_size(&mut self) -> io::Result<WindowSize> {
-        Ok(WindowSize { columns_rows: self.size()?, pixels: Size::ZERO })
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.write_some()
     }
 }
 

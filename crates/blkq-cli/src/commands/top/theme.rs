@@ -1,6 +1,10 @@
-//! The characters and colours with which the view is drawn.
+//! How the view is drawn: the characters and colours, and text at a place.
 
+use ratatui_core::buffer::Buffer;
+use ratatui_core::layout::Rect;
 use ratatui_core::style::{Color, Modifier, Style};
+
+use crate::output::Align;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Theme {
@@ -77,6 +81,24 @@ impl Theme {
 
     pub fn rule(self) -> &'static str {
         if self.unicode { "│" } else { "|" }
+    }
+}
+
+/// Cuts `text` at the right edge of `area`. Returns the column after the text.
+pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, style: Style) -> u16 {
+    let area = area.intersection(buffer.area);
+    if y >= area.height || x >= area.width {
+        return x;
+    }
+    let width = usize::from(area.width - x);
+    buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
+}
+
+pub fn aligned(text: &str, width: u16, align: Align) -> String {
+    let width = usize::from(width);
+    match align {
+        Align::Left => format!("{text:<width$}"),
+        Align::Right => format!("{text:>width$}"),
     }
 }
 

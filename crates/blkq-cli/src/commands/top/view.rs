@@ -1,66 +1,10 @@
 //! The state of the view: sorting, filter, selection and page, and how keys change it.
 
-use std::cmp::Ordering;
-
 use super::devices::Devices;
 use super::keys::Key;
-use super::row::Row;
+use super::row::{COLUMNS, Row};
 
 const PAGE_ROWS: usize = 10;
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Sort {
-    Name,
-    Iops,
-    MbPerS,
-    P50,
-    P99,
-    InFlight,
-    Merges,
-    Flushes,
-    Throttled,
-    Hung,
-    Clients,
-}
-
-impl Sort {
-    const ALL: [Sort; 11] = [
-        Sort::Name,
-        Sort::Iops,
-        Sort::MbPerS,
-        Sort::P50,
-        Sort::P99,
-        Sort::InFlight,
-        Sort::Merges,
-        Sort::Flushes,
-        Sort::Throttled,
-        Sort::Hung,
-        Sort::Clients,
-    ];
-
-    fn step(self, by: usize) -> Sort {
-        let at = Sort::ALL.iter().position(|sort| *sort == self).unwrap_or(0);
-        Sort::ALL[(at + by) % Sort::ALL.len()]
-    }
-
-    /// -1 if the value is unknown, so that the row comes last.
-    fn value(self, row: &Row) -> f64 {
-        let value = match self {
-            Sort::Name => None,
-            Sort::Iops => row.iops,
-            Sort::MbPerS => row.mb_per_s,
-            Sort::P50 => row.latency_p50_us,
-            Sort::P99 => row.latency_p99_us,
-            Sort::InFlight => row.in_flight.map(|n| n as f64),
-            Sort::Merges => row.merges_per_s,
-            Sort::Flushes => row.flushes_per_s,
-            Sort::Throttled => row.throttled_percent,
-            Sort::Hung => row.hung.map(|n| n as f64),
-            Sort::Clients => row.clients.map(|n| n as f64),
-        };
-        value.unwrap_or(-1.0)
-    }
-}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
@@ -74,7 +18,8 @@ pub struct View {
     pub devices: Devices,
     /// Shown in the title, such as `1 s`.
     pub interval: String,
-    pub sort: Sort,
+    /// The index of the column in [`COLUMNS`] by which the rows are sorted; `None` for the name.
+    pub sort: Option<usize>,
     /// Without this, the largest value comes first, and names are in alphabetical order.
     pub reversed: bool,
     /// Only devices whose names contain this text are shown. Case is ignored.
@@ -93,7 +38,7 @@ impl View {
         View {
             devices: Devices::default(),
             interval,
-            sort: Sort::Iops,
+            sort: Some(0),
             reversed: false,
             filter: String::new(),
             is_editing: false,
@@ -109,8 +54,12 @@ impl View {
         rows.retain(|row| row.name.to_lowercase().contains(&filter));
         rows.sort_by(|a, b| {
             let order = match self.sort {
-                Sort::Name => a.name.cmp(&b.name),
-                sort => sort.value(b).partial_cmp(&sort.value(a)).unwrap_or(Ordering::Equal),
+                None => a.name.cmp(&b.name),
+                Some(at) => {
+                    // A row whose value is unknown comes last.
+                    let [a, b] = [a, b].map(|row| (COLUMNS[at].value)(row).unwrap_or(-1.0));
+                    b.total_cmp(&a)
+                }
             };
             let order = if self.reversed { order.reverse() } else { order };
             order.then_with(|| a.name.cmp(&b.name))
@@ -143,8 +92,8 @@ impl View {
             Key::Escape | Key::Left | Key::Backspace if self.is_page => self.is_page = false,
             Key::Escape => self.filter.clear(),
             Key::Char('/') if !self.is_page => self.is_editing = true,
-            Key::Char('s') => self.sort = self.sort.step(1),
-            Key::Char('S') => self.sort = self.sort.step(Sort::ALL.len() - 1),
+            Key::Char('s') => self.sort_by_next(1),
+            Key::Char('S') => self.sort_by_next(COLUMNS.len()),
             Key::Char('r') => self.reversed = !self.reversed,
             _ => {}
         }
@@ -167,6 +116,12 @@ impl View {
             }
             _ => {}
         }
+    }
+
+    /// Advances by this number of orders, of which the last one is followed by the first, the name.
+    fn sort_by_next(&mut self, orders: usize) {
+        let at = self.sort.map_or(0, |at| at + 1) + orders;
+        self.sort = (at % (COLUMNS.len() + 1)).checked_sub(1);
     }
 
     fn move_by(&mut self, rows_down: isize) {
@@ -209,10 +164,7 @@ pub mod tests {
         assert_eq!(names(&view), ["Alpha", "gamma", "beta"]);
         view.press(Key::Char('r'));
         view.press(Key::Char('S'));
-        assert_eq!(
-            (view.sort, names(&view)),
-            (Sort::Name, vec!["Alpha".into(), "beta".into(), "gamma".into()])
-        );
+        assert_eq!((view.sort, names(&view)), (None, vec!["Alpha".into(), "beta".into(), "gamma".into()]));
         for key in
             [Key::Char('/'), Key::Char('A'), Key::Char('q'), Key::Backspace, Key::Char('l'), Key::Enter]
         {
@@ -229,12 +181,12 @@ pub mod tests {
         let mut view = view(&[("a", 1)]);
         let first = view.sort;
         let mut seen = Vec::new();
-        for _ in Sort::ALL {
+        for _ in 0..=COLUMNS.len() {
             seen.push(view.sort);
             view.press(Key::Char('s'));
         }
         assert_eq!(view.sort, first);
-        assert!(Sort::ALL.iter().all(|sort| seen.contains(sort)));
+        assert!((0..COLUMNS.len()).map(Some).chain([None]).all(|sort| seen.contains(&sort)));
     }
 
     #[test]
