@@ -11,14 +11,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use blkq::clock::monotonic_ns;
 use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
 use blkq::units::{format_bytes, parse_bytes};
+use blkq_protocol::control::Dialogue;
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::completion;
-use crate::devices::{device_parser, named};
-use crate::trace::connection::TraceConnection;
+use crate::devices::DeviceArg;
 use crate::trace::filter::{Filter, Filtered};
 use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
@@ -58,9 +56,8 @@ Examples:
   blkq trace disk.img --output - | blkparse -i -
   blkq trace disk.img --chrome trace.json --for 5     # for ui.perfetto.dev")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Write the events to standard output, one per line, in addition to --output or --chrome
     #[arg(long)]
     follow: bool,
@@ -118,14 +115,13 @@ impl Args {
                 "--follow and --output - both write to standard output; omit one of them",
             ));
         }
-        let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
+        let (dir, name) = self.device.find()?;
         let stop = stop_on_signals()?;
-        let mut connection = TraceConnection::open(&dir, &name, ring_bytes)
-            .map_err(|e| e.during(format_args!("trace {}", self.name)))?;
+        let (dialogue, rings) = Rings::open(&dir, &name, ring_bytes)
+            .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
         let start = TraceStart {
             name: &name,
-            queues: connection.rings().queue_count(),
+            queues: rings.queue_count(),
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
@@ -137,7 +133,7 @@ impl Args {
             lost: 0,
         };
         let begun = Instant::now();
-        let stopped = tracing.follow(connection, &stop, self.duration, self.shows_progress());
+        let stopped = tracing.follow(dialogue, rings, &stop, self.duration, self.shows_progress());
         let finished = tracing.finish();
         let mut line = format!(
             "{name}: {} events in {:.1} s, {} lost",
@@ -145,7 +141,7 @@ impl Args {
             begun.elapsed().as_secs_f64(),
             tracing.lost
         );
-        let omitted = tracing.filtered.as_ref().map(Filtered::given_up).filter(|count| *count > 0);
+        let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
         if let Some(omitted) = omitted {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
         }
@@ -210,7 +206,8 @@ struct Tracing {
 impl Tracing {
     fn follow(
         &mut self,
-        mut connection: TraceConnection,
+        dialogue: Dialogue,
+        mut rings: Rings,
         stop: &AtomicBool,
         duration: Option<Duration>,
         shows_progress: bool,
@@ -221,12 +218,12 @@ impl Tracing {
             let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
             let timeout = if over || more { Duration::ZERO } else { left };
-            let mut fds = [PollFd::new(&connection, PollFlags::IN)];
+            let mut fds = [PollFd::new(&dialogue, PollFlags::IN)];
             // The daemon sends nothing, so readable means closed. The only error is EINTR: `stop` is checked
             // next time.
             let closed =
                 poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
-            more = self.write_batch(connection.rings(), monotonic_ns())?;
+            more = self.write_batch(&mut rings, monotonic_ns())?;
             if shows_progress && begun.elapsed() >= PROGRESS_AFTER && shown.elapsed() >= PROGRESS_EVERY {
                 shown = Instant::now();
                 let seconds = begun.elapsed().as_secs();
@@ -248,8 +245,8 @@ impl Tracing {
         }
         // The shared memory still contains the events that were written before the connection was closed.
         let now_ns = monotonic_ns();
-        while self.write_batch(connection.rings(), now_ns)? {}
-        self.write(connection.rings().finish())?;
+        while self.write_batch(&mut rings, now_ns)? {}
+        self.write(rings.finish())?;
         Ok(reason)
     }
 

@@ -16,6 +16,7 @@ use blkq_protocol::state::{Fate, Found, Remains, StateDir, check_name};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::Serialize;
 
+use crate::completion;
 use crate::config::{Configured, configured};
 
 use uri::{NbdAddress, Place};
@@ -233,6 +234,23 @@ pub fn word_of(word: &OsStr) -> Outcome<String> {
     }
     let name = name_of_bytes(&StateDir::locate()?, word)?;
     Ok(name.unwrap_or_else(|| word.to_string_lossy().into_owned()))
+}
+
+/// The device on which a command acts.
+#[derive(clap::Args, Debug)]
+pub struct DeviceArg {
+    /// The device, by its name, image, URI or node in /dev
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
+    pub word: String,
+}
+
+impl DeviceArg {
+    /// The state directory, and the name of the device, which must exist.
+    pub fn find(&self) -> Outcome<(StateDir, String)> {
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.word)?;
+        Ok((dir, name))
+    }
 }
 
 pub fn device_parser() -> impl TypedValueParser<Value = String> {

@@ -5,9 +5,9 @@ use std::collections::HashSet;
 
 use blkq::trace::{EventKind, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation};
+use blkq_export::client_kind::NBD;
 
-use super::client;
-use super::item::{Item, ItemKind, rwbs};
+use super::item::{Item, ItemKind, client_name, rwbs};
 
 // `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
 const MAGIC: u32 = 0x6561_7400 | 7;
@@ -18,6 +18,21 @@ pub const RECORD_BYTES: usize = 48;
 /// The device number in the records: 240:0, which is reserved for local use, because the device may have no
 /// block device.
 const DEVICE: u32 = 240 << 20;
+
+/// Size of a process name (`TASK_COMM_LEN`), including the final NUL.
+const COMM_BYTES: usize = 16;
+/// Number of process IDs per kind of client. Process IDs of Linux are below 2^22.
+const KIND_NUMBERS: u32 = 10_000_000;
+
+/// The process ID that represents a client. For NBD clients this is the number in the log and in `blkq show`.
+/// For rings and queues it is their number plus 20,000,000 or 30,000,000. For threads of the daemon it is 0.
+fn pid(client: TraceClient) -> u32 {
+    match client.kind() {
+        0 => 0,
+        NBD => client.number(),
+        kind => (u32::from(kind) * KIND_NUMBERS).wrapping_add(client.number()),
+    }
+}
 
 /// Categories (`enum blktrace_cat`), in the upper half of an action.
 mod category {
@@ -84,6 +99,7 @@ pub struct Encoder {
 }
 
 /// The fields that differ between records.
+#[derive(Default)]
 struct Record<'a> {
     queue: usize,
     time_ns: u64,
@@ -106,16 +122,7 @@ impl Encoder {
         let mut payload = [0; 8];
         payload[..4].copy_from_slice(&(since_epoch.as_secs() as u32).to_ne_bytes());
         payload[4..].copy_from_slice(&since_epoch.subsec_nanos().to_ne_bytes());
-        let notice = Record {
-            queue,
-            time_ns,
-            sector: 0,
-            bytes: 0,
-            action: TIMESTAMP,
-            pid: 0,
-            error: 0,
-            payload: &payload,
-        };
+        let notice = Record { queue, time_ns, action: TIMESTAMP, payload: &payload, ..Record::default() };
         self.record(&notice, out);
     }
 
@@ -128,35 +135,21 @@ impl Encoder {
                 return;
             }
         };
-        let (queue, pid) = (item.queue, client::pid(event.client));
+        let (queue, time_ns, pid) = (item.queue, event.time_ns, pid(event.client));
         if self.named.insert(event.client) {
-            let mut comm = [0; client::COMM_BYTES];
-            let name = client::name(event.client);
+            let mut comm = [0; COMM_BYTES];
+            let name = client_name(event.client);
             let length = name.len().min(comm.len() - 1);
             comm[..length].copy_from_slice(&name.as_bytes()[..length]);
-            let time_ns = event.time_ns;
             self.record(
-                &Record {
-                    queue,
-                    time_ns,
-                    sector: 0,
-                    bytes: 0,
-                    action: PROCESS,
-                    pid,
-                    error: 0,
-                    payload: &comm,
-                },
+                &Record { queue, time_ns, action: PROCESS, pid, payload: &comm, ..Record::default() },
                 out,
             );
         }
         if event.kind == EventKind::Throttle {
             let text = format!("throttled {} {} + {}", rwbs(event), event.sector.0, event.bytes >> 9);
-            let time_ns = event.time_ns;
             let payload = text.as_bytes();
-            self.record(
-                &Record { queue, time_ns, sector: 0, bytes: 0, action: MESSAGE, pid, error: 0, payload },
-                out,
-            );
+            self.record(&Record { queue, time_ns, action: MESSAGE, pid, payload, ..Record::default() }, out);
             return;
         }
         let is_plug = matches!(event.kind, EventKind::Plug | EventKind::Unplug);
@@ -169,7 +162,7 @@ impl Encoder {
         self.record(
             &Record {
                 queue,
-                time_ns: event.time_ns,
+                time_ns,
                 sector: event.sector.0,
                 bytes: event.bytes,
                 action: action_of(event.kind) | if is_plug { 0 } else { categories_of(event) },

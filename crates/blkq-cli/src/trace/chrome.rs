@@ -3,10 +3,11 @@
 
 use std::io::{self, Write};
 
+use blkq::trace::TraceEvent;
 use serde_json::{Value, json};
 
-use super::client;
 use super::io_tracker::{CompletedRequest, Stage};
+use super::item::client_name;
 
 /// The process ID that represents the device in the file.
 const PROCESS: u32 = 1;
@@ -46,20 +47,21 @@ impl<W: Write> ChromeWriter<W> {
     pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> io::Result<()> {
         let Some((_, begin_ns)) = request.stages.first() else { return Ok(()) };
         self.requests += 1;
-        let name = format!("{} {} + {}", request.operation.name(), request.sector.0, request.bytes >> 9);
+        let TraceEvent { operation, sector, bytes, client, status, time_ns, .. } = request.completion;
+        let name = format!("{} {} + {}", operation.name(), sector.0, bytes >> 9);
         let arguments = json!({
-            "sector": request.sector.0,
-            "bytes": request.bytes,
-            "client": client::name(request.client),
-            "error": request.status.map(|status| status.to_string()),
+            "sector": sector.0,
+            "bytes": bytes,
+            "client": client_name(client),
+            "error": status.map(|status| status.to_string()),
         });
         self.slice(queue, 'b', &name, *begin_ns, Some(&arguments))?;
-        let ends = request.stages[1..].iter().map(|(_, ns)| *ns).chain([request.completed_ns]);
+        let ends = request.stages[1..].iter().map(|(_, ns)| *ns).chain([time_ns]);
         for ((stage, begin_ns), end_ns) in request.stages.iter().zip(ends) {
             self.slice(queue, 'b', stage_name(*stage), *begin_ns, None)?;
             self.slice(queue, 'e', stage_name(*stage), end_ns, None)?;
         }
-        self.slice(queue, 'e', &name, request.completed_ns, None)
+        self.slice(queue, 'e', &name, time_ns, None)
     }
 
     fn slice(
@@ -88,7 +90,7 @@ impl<W: Write> ChromeWriter<W> {
 
 #[cfg(test)]
 mod tests {
-    use blkq::trace::TraceClient;
+    use blkq::trace::EventKind;
     use blkq::{Operation, Sector, Status};
 
     use super::*;
@@ -97,15 +99,15 @@ mod tests {
     fn the_stages_of_a_request_lie_inside_of_its_slice() {
         let mut bytes = Vec::new();
         let mut writer = ChromeWriter::new(&mut bytes, "a", 2, 1000).unwrap();
-        let request = CompletedRequest {
-            stages: vec![(Stage::Queued, 2000), (Stage::Driver, 3500)],
-            completed_ns: 9000,
+        let completion = TraceEvent {
             operation: Operation::Write,
             sector: Sector(8),
             bytes: 4096,
-            client: TraceClient::NONE,
             status: Some(Status::Io),
+            ..TraceEvent::of_plug(EventKind::Complete, 0, 9000)
         };
+        let request =
+            CompletedRequest { stages: vec![(Stage::Queued, 2000), (Stage::Driver, 3500)], completion };
         writer.request(1, &request).unwrap();
         writer.finish().unwrap();
         assert!(bytes.starts_with(HEAD));

@@ -85,7 +85,8 @@ pub struct Filtered {
     filter: Filter,
     waiting: VecDeque<(Item, SharedDecision)>,
     requests: Vec<(usize, CompletedRequest, SharedDecision)>,
-    discarded: u64,
+    /// Number of events that were discarded because their I/Os took too long.
+    pub discarded: u64,
 }
 
 impl Filtered {
@@ -132,11 +133,6 @@ impl Filtered {
             self.waiting.pop_front();
         }
         items
-    }
-
-    /// Number of events that were discarded because their I/Os took too long.
-    pub fn given_up(&self) -> u64 {
-        self.discarded
     }
 }
 

@@ -7,8 +7,8 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use blkq::trace::{EventKind, NO_BIO, TraceClient, TraceEvent};
-use blkq::{Operation, Sector, Status, Tag};
+use blkq::trace::{EventKind, NO_BIO, TraceEvent};
+use blkq::{Operation, Tag};
 
 use super::item::{Item, ItemKind};
 
@@ -68,13 +68,8 @@ pub enum Stage {
 pub struct CompletedRequest {
     /// The stages and their start times in nanoseconds. Each stage ends when the next one starts.
     pub stages: Vec<(Stage, u64)>,
-    pub completed_ns: u64,
-    pub operation: Operation,
-    pub sector: Sector,
-    pub bytes: u32,
-    /// The client of its first bio.
-    pub client: TraceClient,
-    pub status: Option<Status>,
+    /// The event of its completion.
+    pub completion: TraceEvent,
 }
 
 /// The effects of an item on the tracked I/Os, returned by [`IoTracker::observe`].
@@ -142,57 +137,41 @@ impl QueueTracker {
     }
 
     fn observe(&mut self, event: &TraceEvent) -> Effects {
-        let (io, mut request, mut is_over) = match (event.kind, event.tag) {
-            (EventKind::Queue, _) => (Some(self.queued(event)), None, false),
-            (EventKind::Split, _) => (self.split(event), None, false),
-            (EventKind::GetRequest, Some(tag)) => (Some(self.begun(tag, event)), None, false),
-            (EventKind::BackMerge | EventKind::FrontMerge, Some(tag)) => {
-                (self.merged(tag, event), None, false)
+        let mut request = None;
+        let io = match (event.kind, event.tag) {
+            (EventKind::Queue, _) => Some(self.queued(event)),
+            (EventKind::Split, _) => self.split(event),
+            (EventKind::GetRequest, Some(tag)) => Some(self.begun(tag, event)),
+            (EventKind::BackMerge | EventKind::FrontMerge, Some(tag)) => self.merged(tag, event),
+            (EventKind::Throttle, Some(tag)) => self.entered(tag, Stage::Throttled, event),
+            (EventKind::Insert, Some(tag)) => self.entered(tag, Stage::Scheduled, event),
+            (EventKind::Issue, Some(tag)) => self.entered(tag, Stage::Driver, event),
+            (EventKind::Requeue, Some(tag)) => self.entered(tag, Stage::Requeued, event),
+            (EventKind::Complete, Some(tag)) => {
+                request = self.requests.remove(&tag);
+                request.as_ref().map(|request| request.io)
             }
-            (EventKind::Insert | EventKind::Issue | EventKind::Requeue | EventKind::Throttle, Some(tag)) => {
-                let stage = match event.kind {
-                    EventKind::Throttle => Stage::Throttled,
-                    EventKind::Insert => Stage::Scheduled,
-                    EventKind::Issue => Stage::Driver,
-                    _ => Stage::Requeued,
-                };
-                let request = self.requests.get_mut(&tag);
-                let io = request.map(|request| {
-                    request.stages.push((stage, event.time_ns));
-                    request.io
-                });
-                (io, None, false)
-            }
-            (EventKind::Complete, Some(tag)) => match self.requests.remove(&tag) {
-                Some(request) => (Some(request.io), Some(request), true),
-                None => (None, None, false),
-            },
-            (EventKind::Complete, None) => (self.bios.get(&event.bio).copied(), None, true),
-            _ => (None, None, false),
+            (EventKind::Complete, None) => self.bios.get(&event.bio).copied(),
+            _ => None,
         };
-        let mut effects = Effects::default();
-        let Some(id) = io else { return effects };
-        if let Some(io) = self.ios.get_mut(&id) {
-            io.bytes = io.bytes.max(event.bytes);
-            effects.decision = Some(io.decision.clone());
-            if is_over {
-                io.open = io.open.saturating_sub(1);
-                is_over = io.open == 0 && io.unsplit == 0;
+        let request = request.map(|request| CompletedRequest { stages: request.stages, completion: *event });
+        let mut effects = Effects { request, ..Effects::default() };
+        let Some((id, io)) = io.and_then(|id| Some((id, self.ios.get_mut(&id)?))) else { return effects };
+        io.bytes = io.bytes.max(event.bytes);
+        effects.decision = Some(io.decision.clone());
+        if event.kind == EventKind::Complete {
+            io.open = io.open.saturating_sub(1);
+            if io.open == 0 && io.unsplit == 0 {
+                effects.io = self.remove(id).map(|io| (io, event.time_ns));
             }
-        }
-        effects.request = request.take().map(|request| CompletedRequest {
-            stages: request.stages,
-            completed_ns: event.time_ns,
-            operation: event.operation,
-            sector: event.sector,
-            bytes: event.bytes,
-            client: event.client,
-            status: event.status,
-        });
-        if is_over {
-            effects.io = self.remove(id).map(|io| (io, event.time_ns));
         }
         effects
+    }
+
+    fn entered(&mut self, tag: Tag, stage: Stage, event: &TraceEvent) -> Option<u64> {
+        let request = self.requests.get_mut(&tag)?;
+        request.stages.push((stage, event.time_ns));
+        Some(request.io)
     }
 
     fn insert(&mut self, event: &TraceEvent, queued_ns: Option<u64>) -> u64 {
@@ -368,7 +347,7 @@ mod tests {
         let request = effects.request.unwrap();
         let stages = [Stage::Queued, Stage::Scheduled, Stage::Driver, Stage::Requeued, Stage::Driver];
         let stages: Vec<_> = stages.into_iter().zip([1000, 3000, 4000, 5000, 6000]).collect();
-        assert_eq!((request.stages, request.completed_ns), (stages, 8000));
+        assert_eq!((request.stages, request.completion.time_ns), (stages, 8000));
         assert_eq!(effects.io.unwrap().0.queued_ns, Some(1000));
     }
 

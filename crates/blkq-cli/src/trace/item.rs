@@ -1,7 +1,10 @@
-//! The items of a trace: events, and gaps between events.
+//! The items of a trace: events, and gaps between events. Describes them for people, similar to blkparse(1).
 
-use blkq::trace::{EventKind, TraceEvent};
+use std::fmt::Write;
+
+use blkq::trace::{EventKind, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation};
+use blkq_export::client_kind::{NBD, UBLK, VRING};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Item {
@@ -48,6 +51,46 @@ pub fn rwbs(event: &TraceEvent) -> String {
         text.push('F');
     }
     text
+}
+
+/// The name of the process that represents a client.
+pub fn client_name(client: TraceClient) -> String {
+    let number = client.number();
+    match client.kind() {
+        0 => "blkq".to_owned(),
+        NBD => format!("nbd {number}"),
+        VRING => format!("vring {number}"),
+        UBLK => format!("ublk {number}"),
+        kind => format!("client {kind}.{number}"),
+    }
+}
+
+/// Appends the line of `item`: queue, seconds since `since_ns`, client, event, operation, position and length
+/// in sectors, error.
+pub fn line(item: &Item, since_ns: u64, out: &mut String) {
+    let ns = item.time_ns.saturating_sub(since_ns);
+    let queue = item.queue;
+    // Writing to a string does not fail.
+    let _ = match &item.kind {
+        ItemKind::Lost(events) => writeln!(out, "{queue:>3} {events} events lost"),
+        ItemKind::Event(event) => {
+            let (seconds, ns) = (ns / 1_000_000_000, ns % 1_000_000_000);
+            let (letter, client) = (event.kind.letter(), client_name(event.client));
+            let _ = write!(out, "{queue:>3} {seconds:>5}.{ns:09} {client:<9} {letter} {:<3} ", rwbs(event));
+            match event.kind {
+                EventKind::Plug => writeln!(out),
+                EventKind::Unplug => writeln!(out, "{}", event.other),
+                _ => {
+                    let _ = write!(out, "{} + {}", event.sector.0, event.bytes >> 9);
+                    match event.status {
+                        Some(status) => writeln!(out, " [{status}]"),
+                        None if event.kind == EventKind::Throttle => writeln!(out, " throttled"),
+                        None => writeln!(out),
+                    }
+                }
+            }
+        }
+    };
 }
 
 #[cfg(test)]

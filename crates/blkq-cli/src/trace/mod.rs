@@ -4,12 +4,9 @@
 
 pub mod blktrace;
 pub mod chrome;
-pub mod client;
-pub mod connection;
 pub mod filter;
 pub mod io_tracker;
 pub mod item;
-pub mod lines;
 pub mod ordered;
 pub mod output;
 pub mod rings;

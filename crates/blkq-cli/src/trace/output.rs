@@ -11,8 +11,7 @@ use blkq_protocol::failure::{Failure, Outcome};
 use super::blktrace::{self, Encoder};
 use super::chrome::{self, ChromeWriter};
 use super::io_tracker::CompletedRequest;
-use super::item::Item;
-use super::lines::line;
+use super::item::{Item, line};
 
 pub struct TraceStart<'a> {
     pub name: &'a str,

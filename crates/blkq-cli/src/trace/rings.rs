@@ -1,11 +1,19 @@
-//! Reads the rings of a trace, a bounded amount at a time.
+//! Makes a daemon trace its device, and reads the rings of the trace, a bounded amount at a time.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use blkq::ErrorKind;
 use blkq::trace::{TraceEvent, TraceMemory, TraceReader};
+use blkq_protocol::control::{Dialogue, Request, ask};
+use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::state::StateDir;
 
 use super::item::{Item, ItemKind};
 use super::ordered::Ordered;
+
+/// How long to wait until the daemon has started the trace.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 pub struct Rings {
     queues: Vec<QueueRing>,
@@ -27,8 +35,23 @@ pub struct Batch {
 }
 
 impl Rings {
+    /// Makes the daemon of `name` trace its device, with `ring_bytes` bytes for the events of each queue. The
+    /// daemon stops the trace when the dialogue is dropped, and closes the connection when it exits; the rings
+    /// can still be read afterwards. Fails if there is no such device, if it is already being traced, or if the
+    /// daemon does not support this trace.
+    pub fn open(dir: &StateDir, name: &str, ring_bytes: u64) -> Outcome<(Dialogue, Rings)> {
+        // This reports a dead daemon in the same way as other commands.
+        ask::<()>(dir, name, &Request::Ping {})?;
+        let (dialogue, (), memory) =
+            Dialogue::begin_with_file(dir, name, &Request::Trace { ring_bytes }, TIMEOUT)?;
+        let memory = memory.ok_or_else(|| Failure::new(format!("{name}: the daemon sent no memory")))?;
+        let older = "the daemon is older than this program: run `blkq upgrade`";
+        let memory = TraceMemory::open(memory).map_err(|e| Failure::of(e, ErrorKind::Unsupported, older))?;
+        Ok((dialogue, Rings::new(&memory)))
+    }
+
     /// Reads the rings in `memory` from their first events on.
-    pub fn new(memory: &Arc<TraceMemory>) -> Rings {
+    fn new(memory: &Arc<TraceMemory>) -> Rings {
         let readers = (0..memory.queue_count()).filter_map(|queue| TraceReader::new(memory, queue));
         let queues: Vec<_> = readers.map(|reader| QueueRing { reader, lost: 0 }).collect();
         Rings { ordered: Ordered::new(queues.len()), queues, events: Vec::new() }

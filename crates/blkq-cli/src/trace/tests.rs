@@ -9,8 +9,7 @@ use super::blktrace::Encoder;
 use super::chrome::ChromeWriter;
 use super::filter::{Filter, Filtered};
 use super::io_tracker::IoTracker;
-use super::item::{Item, ItemKind};
-use super::lines::line;
+use super::item::{Item, ItemKind, line};
 
 /// Uses few bios and tags, so that events meet, and numbers at the ends of their ranges.
 fn event() -> impl Strategy<Value = TraceEvent> {
