@@ -5,7 +5,6 @@
 //! [`AttachOptions`].
 
 mod defaults;
-mod fault;
 mod words;
 
 use std::ffi::{OsStr, OsString};
@@ -26,7 +25,7 @@ use serde::Serialize;
 use words::{Parsed, Words};
 
 pub use defaults::{check_defaults, with_defaults};
-pub use fault::Fault;
+pub use words::Fault;
 
 /// The environment variable that replaces [`DIRECTORY`].
 pub const DIRECTORY_VARIABLE: &str = "BLKQ_CONFIG_DIR";
@@ -56,12 +55,16 @@ pub struct Configured {
 impl ConfigFile {
     /// The error lists all mistakes that concern single lines, in the order of the lines.
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
-        let whole = |text: String| vec![Fault { line: 0, text }];
-        let text = read_text(path).map_err(|e| whole(e.to_string()))?;
+        let text = read_text(path).map_err(|e| vec![Fault { line: 0, text: e.to_string() }])?;
         let file = ConfigFile { path: path.to_owned(), keys: words::parse(&text).all()? };
-        check_name(&file.name())
-            .map_err(|rule| whole(format!("{:?} is not a valid device name: {rule}", file.name())))?;
+        file.check_name().map_err(|fault| vec![fault])?;
         Ok(file)
+    }
+
+    fn check_name(&self) -> Result<(), Fault> {
+        let name = self.name();
+        check_name(&name)
+            .map_err(|rule| Fault { line: 0, text: format!("{name:?} is not a valid device name: {rule}") })
     }
 
     /// The name of the device: the value of the key `name`, or else the name of the file without its suffix.
@@ -106,7 +109,8 @@ impl ConfigFile {
 
     /// Checks the rules between the options, and the rules for services.
     pub fn options(&self) -> Result<AttachOptions, Fault> {
-        self.attach_options().and_then(|options| self.check_for_service(options))
+        let mut options = self.attach_options()?;
+        self.faults_of_service(&mut options).into_iter().next().map_or(Ok(options), Err)
     }
 
     /// Checks the rules between the options.
@@ -150,13 +154,7 @@ impl ConfigFile {
                     || text.strip_prefix(key.as_str()).is_some_and(|rest| rest.starts_with([':', ' ']))
             })
         };
-        let options = match check_name(&file.name()) {
-            Err(rule) => {
-                Err(Fault { line: 0, text: format!("{:?} is not a valid device name: {rule}", file.name()) })
-            }
-            Ok(()) => file.unchecked_options(),
-        };
-        match options {
+        match file.check_name().and_then(|()| file.unchecked_options()) {
             Ok(options) => {
                 faults.extend(file.faults_together::<D>(options).into_iter().filter(|it| !follows(&it.text)))
             }
@@ -184,12 +182,8 @@ impl ConfigFile {
         faults
     }
 
-    /// Rejects options whose meaning depends on the directory in which a service is started, or on the
-    /// content of the image.
-    fn check_for_service(&self, mut options: AttachOptions) -> Result<AttachOptions, Fault> {
-        self.faults_of_service(&mut options).into_iter().next().map_or(Ok(options), Err)
-    }
-
+    /// The options whose meaning depends on the directory in which a service is started, or on the content of the
+    /// image.
     fn faults_of_service(&self, options: &mut AttachOptions) -> Vec<Fault> {
         let mut faults = Vec::new();
         let fault = |key: &str, text: String| Fault { line: self.line_of(&format!("--{key}")), text };
@@ -271,19 +265,12 @@ pub fn files() -> Outcome<Vec<PathBuf>> {
 /// The configured devices: for each file in the directory the device, or the first mistake in the file.
 pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
     let device = |path: &Path| {
-        let file =
-            ConfigFile::read(path).map_err(|faults| faults.first().map(|fault| fault.failure(path)))?;
-        let options = file.options().map_err(|fault| Some(fault.failure(path)))?;
+        let file = ConfigFile::read(path).map_err(|faults| faults[0].failure(path))?;
+        let options = file.options().map_err(|fault| fault.failure(path))?;
         let image = image_text(&options.image);
         Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
     };
-    let unknown = |path: &Path| Failure::new(format!("cannot read {}", path.display()));
-    let outcome = |path: PathBuf| {
-        let outcome =
-            device(&path).map_err(|failure: Option<Failure>| failure.unwrap_or_else(|| unknown(&path)));
-        (path, outcome)
-    };
-    Ok(files()?.into_iter().map(outcome).collect())
+    Ok(files()?.into_iter().map(|path| (path.clone(), device(&path))).collect())
 }
 
 /// The path of the configuration file of the device `name`. The file need not exist.
@@ -313,12 +300,14 @@ pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
 
 /// The first of the mistakes in the file at `path`, with a hint if there are more.
 pub fn first(faults: &[Fault], path: &Path) -> Failure {
-    let more = match faults.len() {
-        0 | 1 => String::new(),
-        count => format!("; `blkq config check {}` reports all {count} mistakes", shell_word(path)),
-    };
-    let first = faults.first().map_or_else(String::new, |fault| fault.failure(path).to_string());
-    Failure::new(format!("{first}{more}"))
+    let first = faults[0].failure(path);
+    match faults.len() {
+        1 => first,
+        count => Failure::new(format!(
+            "{first}; `blkq config check {}` reports all {count} mistakes",
+            shell_word(path)
+        )),
+    }
 }
 
 /// Inserts the words of the configuration file of `attach --config` in front of the other words of the

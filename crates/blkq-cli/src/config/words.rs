@@ -1,19 +1,37 @@
 //! Converts the text of a configuration file to words of the command line.
 
 use std::error::Error;
+use std::path::Path;
 
+use blkq_protocol::failure::Failure;
 use blkq_protocol::failure::similar::closest;
 use blkq_protocol::options::{AttachOptions, REMOVED};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
 
-use super::fault::Fault;
-
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";
 /// A valid image, to parse other options alone: the command line requires an image.
 pub const ANY_IMAGE: &str = "null:1M";
+
+/// A mistake in a configuration file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Fault {
+    /// The line of the mistake, counted from 1. 0 if the mistake concerns the file as a whole.
+    pub line: usize,
+    pub text: String,
+}
+
+impl Fault {
+    /// The message for the user, with the path of the file and the line in front.
+    pub fn failure(&self, path: &Path) -> Failure {
+        match self.line {
+            0 => Failure::new(format!("{}: {}", path.display(), self.text)),
+            line => Failure::new(format!("{}:{line}: {}", path.display(), self.text)),
+        }
+    }
+}
 
 /// A key of the file with its words of the command line.
 #[derive(Debug)]
