@@ -19,7 +19,7 @@ use arbitrary::{Result, Unstructured};
 use blkq_cli::commands::attach::Args;
 use blkq_daemon::process::Daemon;
 use blkq_protocol::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
-use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::info::DeviceInfo;
 use serde_json::{Value, json};
 
@@ -50,7 +50,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let words =
         ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&options, Vec::new(), &mut Parent::none()).expect("a daemon");
+    let daemon = Daemon::start(Start::New(&options), Vec::new(), &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     directory.join("fuzz.control")
 });

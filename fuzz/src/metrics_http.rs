@@ -21,7 +21,7 @@ use arbitrary::{Arbitrary, Result, Unstructured};
 use blkq_cli::commands::attach::Args;
 use blkq_daemon::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 use blkq_daemon::process::Daemon;
-use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::daemon::{Parent, Serve, Start};
 
 const ANSWER_BYTES_MAX: usize = 128 << 10;
 /// After this number of pieces, the rest is sent as one piece.
@@ -38,7 +38,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     // A confined process could not continue to fuzz.
     let words = ["ram:1M", "--name", "fuzz", "--export", "nbd", "--no-sandbox", "--metrics", &address];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&options, Vec::new(), &mut Parent::none()).expect("a daemon");
+    let daemon = Daemon::start(Start::New(&options), Vec::new(), &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     socket
 });

@@ -58,17 +58,14 @@ pub fn abort_on_panic() {
 }
 
 fn write(text: &str) {
-    let line = format!("{} {}\n", rfc3339(SystemTime::now()), one_line(text));
+    let text = text.replace('\n', " | ").replace(char::is_control, "?");
+    let line = format!("{} {text}\n", rfc3339(SystemTime::now()));
     // A failed write is ignored, and a pipe or terminal that is not read must not block the daemon.
     let stderr = rustix::stdio::stderr();
     let mut writable = [PollFd::new(&stderr, PollFlags::OUT)];
     if !matches!(poll(&mut writable, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0)) {
         let _ = rustix::io::write(stderr, line.as_bytes());
     }
-}
-
-fn one_line(text: &str) -> String {
-    text.replace('\n', " | ").replace(char::is_control, "?")
 }
 
 fn shorten(file: &File, length: u64) {

@@ -75,33 +75,25 @@ pub struct Obstacle {
 /// An io_uring operation: name, number and purpose.
 pub type Operation = (&'static str, u8, &'static str);
 
+/// The device that a daemon begins to serve.
+pub enum Start<'a> {
+    /// A new device. If the start fails, nothing is left of it.
+    New(&'a AttachOptions),
+    /// The device `name`, which is not a block device and whose previous daemon has exited. `settings` are those of the
+    /// previous daemon. If the start fails, the state file stays, so that recovery can be tried again.
+    Successor { name: &'a str, options: &'a AttachOptions, settings: Vec<(String, String)> },
+    /// A block device whose daemon has exited. If the start fails, it stays an orphan.
+    Recovery { options: &'a AttachOptions, orphan: Box<Orphan> },
+}
+
 /// The daemon of one device, in this process. The commands do not name the type that implements this: `main` does.
 pub trait Serve: Sized {
     /// The io_uring operations that a daemon uses.
     const OPERATIONS: &'static [Operation];
 
     /// If the options have no NBD address, the `inherited` sockets are used. When this returns, the device is
-    /// usable and `parent` has been notified. If this fails, nothing is left of the device.
-    fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Self>;
-
-    /// As [`Serve::start`], for the device `name`, which is not a block device and whose previous daemon has
-    /// exited. `settings` are those of the previous daemon. If this fails, the state file stays, so that
-    /// recovery can be tried again.
-    fn succeed(
-        name: &str,
-        options: &AttachOptions,
-        settings: Vec<(String, String)>,
-        inherited: Vec<OwnedFd>,
-        parent: &mut Parent,
-    ) -> Outcome<Self>;
-
-    /// As [`Serve::start`], for a block device whose daemon has exited. Failure leaves it an orphan.
-    fn recover(
-        options: &AttachOptions,
-        orphan: Orphan,
-        inherited: Vec<OwnedFd>,
-        parent: &mut Parent,
-    ) -> Outcome<Self>;
+    /// usable and `parent` has been notified.
+    fn start(start: Start<'_>, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Self>;
 
     /// Includes the warnings that are printed at attach. Fails if the device has stopped.
     fn info(&self) -> Outcome<DeviceInfo>;

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use blkq_protocol::control::reply_line;
-use blkq_protocol::daemon::{LaunchMessage, Parent, Serve};
+use blkq_protocol::daemon::{LaunchMessage, Parent, Serve, Start};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
 
 use super::recover;
@@ -56,9 +56,9 @@ impl Args {
             // `succeeds` is newer than `settings`: if an upgrade by an earlier version starts this program
             // again, only the settings show that the device already exists.
             Some(name) if succeeds || !settings.is_empty() => {
-                D::succeed(name, &options, settings, Vec::new(), parent)
+                D::start(Start::Successor { name, options: &options, settings }, Vec::new(), parent)
             }
-            _ => D::start(&options, Vec::new(), parent),
+            _ => D::start(Start::New(&options), Vec::new(), parent),
         }
     }
 }

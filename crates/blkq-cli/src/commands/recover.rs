@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use blkq_protocol::control::{Called, Request, call, no_such_device};
-use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::StateFile;
 use blkq_protocol::options::AttachOptions;
@@ -106,7 +106,8 @@ pub fn take_over<D: Serve>(
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
             let Some(options) = state.recoverable_options()? else { return Err(remains.failure()) };
             check_files(&state, &options)?;
-            return D::succeed(name, &options, state.settings, inherited, parent);
+            let start = Start::Successor { name, options: &options, settings: state.settings };
+            return D::start(start, inherited, parent);
         }
         Found::Remains(_) => {}
         Found::Busy(busy) => return Err(Failure::new(format!("the device is {}", busy.describe()))),
@@ -115,7 +116,7 @@ pub fn take_over<D: Serve>(
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
     let options = attach_options(&orphan.state)?;
     check_files(&orphan.state, &options)?;
-    D::recover(&options, orphan, inherited, parent)
+    D::start(Start::Recovery { options: &options, orphan: Box::new(orphan) }, inherited, parent)
 }
 
 /// State files of early versions contain the words of the command line instead of a record. Fails if the

@@ -1,7 +1,7 @@
 //! `blkq resize`: changes the size of a device in use.
 
 use blkq::units::parse_bytes;
-use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::NewSize;
 use blkq_protocol::control::{Request, ask};
 use blkq_protocol::failure::Outcome;
 use blkq_protocol::state::StateDir;

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::{Fate, Found, StateDir, check_name};
 
@@ -67,9 +67,9 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
                 state.check_image(&options, false)?;
             }
             let settings = state.map(|state| state.settings).unwrap_or_default();
-            D::succeed(name, &options, settings, inherited, parent)?
+            D::start(Start::Successor { name, options: &options, settings }, inherited, parent)?
         }
-        (None, options) => D::start(&options?, inherited, parent)?,
+        (None, options) => D::start(Start::New(&options?), inherited, parent)?,
     };
     match daemon.info() {
         Ok(info) => warn(&info),

@@ -1,7 +1,6 @@
 //! The threads that watch a device. They stop before the rest of the device does.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use blkq::disk::AutoLimiter;
 use blkq::throttle::LimitMode;
@@ -20,9 +19,9 @@ pub(super) struct BackgroundThreads {
     /// Searches for the ceiling of the device (`--limit auto`).
     auto_limit: Option<AutoLimiter>,
     wants_auto_limit: bool,
-    hangs: HangWatch,
-    metrics: Option<Endpoint>,
-    group: Option<GroupWatch>,
+    pub(super) hangs: HangWatch,
+    pub(super) metrics: Option<Endpoint>,
+    pub(super) group: Option<GroupWatch>,
 }
 
 impl BackgroundThreads {
@@ -56,15 +55,6 @@ impl BackgroundThreads {
         self.metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
     }
 
-    pub(super) fn hangs(&self) -> &HangWatch {
-        &self.hangs
-    }
-
-    /// Zero switches hang warnings off.
-    pub(super) fn set_hang_warning(&self, limit: Duration) {
-        self.hangs.set(limit);
-    }
-
     /// Changes the rate limits of `disk`, and starts or stops the search for its ceiling. Fails if a thread
     /// cannot be started.
     pub(super) fn set_limit(&mut self, disk: &Arc<Disk>, mode: LimitMode) -> Outcome {
@@ -76,23 +66,5 @@ impl BackgroundThreads {
             self.auto_limit = Some(AutoLimiter::start(disk)?);
         }
         Ok(())
-    }
-
-    pub(super) fn stop_group(&mut self) {
-        self.group = None;
-    }
-
-    pub(super) fn watch_group(&mut self, mut watch: GroupWatch) -> Outcome {
-        watch.start(log::line)?;
-        self.group = Some(watch);
-        Ok(())
-    }
-
-    pub(super) fn warning(&self) -> Option<&str> {
-        self.metrics.as_ref()?.warning()
-    }
-
-    pub(super) fn metrics_uri(&self) -> Option<String> {
-        self.metrics.as_ref().map(|endpoint| endpoint.uri().to_owned())
     }
 }

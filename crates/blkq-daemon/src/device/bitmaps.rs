@@ -26,7 +26,7 @@ impl Device {
         if matches!(change, BitmapChange::Add { .. }) {
             // The name of the new bitmap is in the image when this returns; flushing first makes that write
             // short. No lock is held: a flush may hang.
-            self.flush_for_change()?;
+            self.flush()?;
         }
         // Keeps a block commit from beginning.
         let _changing = self.begin_change_if(permit)?;

@@ -1,23 +1,22 @@
 //! Live block commit: copies the overlay into its backing file, then pivots the device to that file.
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::bitmap::BitmapStore;
+use blkq::sync::lock;
 use blkq::text::shell_word;
 use blkq::{Disk, Driver, ErrorKind};
 use blkq_drivers::no_backing_file;
 use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, CommitSource};
-use blkq_export::ublk::UblkDevice;
 use blkq_protocol::control::Committed;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{CommitInfo, DaemonState};
 use blkq_protocol::options::Record;
 
-use super::commit_progress::CommitProgress;
 use super::running::Running;
-use super::snapshot::{log_broken, new_warnings};
+use super::snapshot::{check_outlives, log_broken, new_warnings};
 use super::{Device, Served, flush_unless_stopped};
 use crate::log;
 
@@ -41,29 +40,31 @@ impl Drop for Stopping {
 }
 
 /// Publishes the progress of the device's block commit until it is dropped.
-struct Reported<'a> {
-    device: &'a Device,
-    progress: Arc<CommitProgress>,
+struct Reported<'a>(&'a Device);
+
+impl Reported<'_> {
+    fn note(&self, (copied_bytes, total_bytes): (u64, u64)) {
+        if let Some(commit) = &mut *lock(&self.0.commit) {
+            (commit.copied_bytes, commit.total_bytes) = (copied_bytes, total_bytes);
+        }
+    }
 }
 
 impl Drop for Reported<'_> {
     fn drop(&mut self) {
-        *self.device.commit_progress() = None;
+        *lock(&self.0.commit) = None;
     }
 }
 
 impl Device {
-    pub(super) fn commit_info(&self) -> Option<CommitInfo> {
-        self.commit_progress().as_ref().map(|progress| progress.info())
-    }
-
-    fn commit_progress(&self) -> MutexGuard<'_, Option<Arc<CommitProgress>>> {
-        self.commit.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Refuses another change of the image while a block commit is in progress, and names its client.
     pub fn check_not_changed(&self) -> Outcome {
-        self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
+        match &*lock(&self.commit) {
+            None => Ok(()),
+            Some(CommitInfo { by, .. }) => Err(Failure::new(format!(
+                "a block commit by {by} is in progress; wait for it, or stop that process"
+            ))),
+        }
     }
 
     /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
@@ -93,7 +94,7 @@ impl Device {
         {
             // From here on, either another change has completed, or it is refused because this one is
             // published.
-            let _changing = self.begin_change();
+            let _changing = lock(&self.changing);
             top = running.disk.driver();
             let source = commit_source(&running)?;
             served = self.served_in(&running, source.base(), number)?;
@@ -108,8 +109,8 @@ impl Device {
         commit.count(stop)?;
         let mut rounds = 0;
         loop {
-            let most = copy_passes(&running, commit, &reported.progress, stop, &mut rounds)?;
-            let changing = self.begin_change();
+            let most = copy_passes(&running, commit, &reported, stop, &mut rounds)?;
+            let changing = lock(&self.changing);
             self.check_not_held()?;
             let state = DaemonState { image: number, ..self.state()? };
             let emptied = self.image();
@@ -125,7 +126,7 @@ impl Device {
             let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*top);
             running.replace(&exchange, commit.finish(|| save(&state))?.into())?;
-            *self.served() = served;
+            *lock(&self.served) = served;
             drop(exchange);
             // The locks are released before the flush below, which may take long or hang: a forced stop must
             // not wait for it.
@@ -137,7 +138,7 @@ impl Device {
     }
 
     fn served_in(&self, running: &Running, base: &BaseImage, number: u64) -> Outcome<Served> {
-        let options = self.served().attach_options.as_ref().map(Record::read).transpose()?;
+        let options = lock(&self.served).attach_options.as_ref().map(Record::read).transpose()?;
         let Some(options) = options else {
             return Err(Failure::new(
                 "the attach options of this device are unknown; detach it and attach it again",
@@ -149,15 +150,12 @@ impl Device {
         Ok(Served { image: base.path.display().to_string(), number, attach_options })
     }
 
+    /// The caller has locked `changing`, so that two commits cannot begin at the same time.
     fn report_commit(&self, client: &str, into: &str) -> Outcome<Reported<'_>> {
-        let mut under_way = self.commit_progress();
-        if let Some(progress) = &*under_way {
-            return Err(progress.refusal());
-        }
-        let progress = Arc::new(CommitProgress::new(client, into));
-        *under_way = Some(Arc::clone(&progress));
-        drop(under_way);
-        Ok(Reported { device: self, progress })
+        self.check_not_changed()?;
+        let (into, by) = (into.to_owned(), client.to_owned());
+        *lock(&self.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
+        Ok(Reported(self))
     }
 }
 
@@ -169,7 +167,7 @@ fn commit_source(running: &Running) -> Outcome<CommitSource> {
 /// Refuses an unsuitable backing file, and reserves space in it for the device's dirty bitmaps.
 fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     running.disk.check_exchange(driver)?;
-    check_outlives(running, driver)?;
+    check_outlives(running, driver, None)?;
     check_keeps_bitmaps(&running.disk, driver)?;
     Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
@@ -196,21 +194,12 @@ fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
     }
 }
 
-/// A block device that survives its daemon promises to keep recent writes if the daemon is killed.
-fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
-    if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
-        let why = driver.warnings().join("; ");
-        return Err(Failure::new(format!("a killed daemon would lose data of the block device: {why}")));
-    }
-    Ok(())
-}
-
 /// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that
 /// time, which grows with `rounds`.
 fn copy_passes(
     running: &Arc<Running>,
     commit: &mut BlockCommit,
-    progress: &CommitProgress,
+    reported: &Reported<'_>,
     stop: &dyn Fn() -> Outcome,
     rounds: &mut u32,
 ) -> Outcome<Duration> {
@@ -222,7 +211,7 @@ fn copy_passes(
         while commit.find(stop, || flush_unless_stopped(running, stop))? {
             loop {
                 stop()?;
-                progress.note(commit.progress());
+                reported.note(commit.progress());
                 let (begin, data) = (Instant::now(), commit.data_bytes());
                 if !commit.copy()? {
                     break;

@@ -23,32 +23,27 @@ pub(super) struct ServedDisk {
     pub(super) warnings: Vec<String>,
 }
 
-pub(super) struct DiskStart {
-    /// The device had a daemon before. It is served even if it cannot join its group, because its clients
-    /// wait for I/O.
-    pub(super) is_successor: bool,
-    /// The kernel scans the block device for partitions.
-    pub(super) partscan: bool,
-}
-
 impl ServedDisk {
-    /// Restores the `saved` settings before the engines start. Fails if the driver or the files of its
-    /// bitmaps cannot be used, the device cannot join its group or become writable, or a thread cannot be started.
+    /// Restores the `saved` settings before the engines start. With `is_successor`, the device had a daemon before: it
+    /// is served even if it cannot join its group, because its clients wait for I/O. With `partscan`, the kernel scans
+    /// the block device for partitions. Fails if the driver or the files of its bitmaps cannot be used, the device
+    /// cannot join its group or become writable, or a thread cannot be started.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
         driver: Arc<dyn Driver>,
         saved: &mut SavedSettings,
-        start: &DiskStart,
+        is_successor: bool,
+        partscan: bool,
     ) -> Outcome<ServedDisk> {
         let disk = build(options, claim.name(), driver)?;
         let (bitmaps, warnings) = PersistentBitmaps::load(&disk)?;
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
-        served.join_group(options, claim, start.is_successor)?;
+        served.join_group(options, claim, is_successor)?;
         let is_read_only = served.disk.limits().read_only;
         saved.restore(is_read_only, |setting| apply(&served.disk, None, setting))?;
-        served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
+        served.engines = start_engines(&served.disk, options.sandbox, partscan)?;
         Ok(served)
     }
 

@@ -3,22 +3,23 @@ use std::sync::Arc;
 
 use blkq::Driver;
 use blkq_protocol::failure::{Failure, Outcome};
-
-use crate::device::autoclear::new_event;
+use rustix::event::{EventfdFlags, eventfd};
 
 /// Nonblocking eventfds for which the daemon of a device polls.
-pub(super) struct Events {
+pub struct Events {
+    /// The last client has disconnected, whether or not the device detaches with it.
+    pub idle: Arc<OwnedFd>,
     /// The kernel rejected a command of the block device's queues.
-    pub(super) failure: Arc<OwnedFd>,
+    pub failure: Arc<OwnedFd>,
     /// The size of the image may have changed.
-    pub(super) size: Arc<OwnedFd>,
+    pub size: Arc<OwnedFd>,
     /// A client was rejected or disconnected.
-    pub(super) rejection: Arc<OwnedFd>,
+    pub rejection: Arc<OwnedFd>,
 }
 
 impl Events {
-    /// Fails if no file descriptor is left.
-    pub(super) fn new(driver: &dyn Driver) -> Outcome<Events> {
+    /// `idle` comes from [`new_event`]. Fails if no file descriptor is left.
+    pub(super) fn new(idle: Arc<OwnedFd>, driver: &dyn Driver) -> Outcome<Events> {
         let size = match driver.size_event() {
             Some(event) => {
                 let cloned = event.try_clone_to_owned();
@@ -26,11 +27,16 @@ impl Events {
             }
             None => new_event()?,
         };
-        Ok(Events { failure: new_event()?, size, rejection: new_event()? })
+        Ok(Events { idle, failure: new_event()?, size, rejection: new_event()? })
     }
 }
 
+pub(super) fn new_event() -> Outcome<Arc<OwnedFd>> {
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))
+}
+
 /// A failed read is ignored: another thread may have reset the event.
-pub(super) fn take(event: impl AsFd) {
+pub fn take(event: impl AsFd) {
     let _ = rustix::io::read(event, &mut [0; 8]);
 }

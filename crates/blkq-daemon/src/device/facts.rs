@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use blkq::sync::lock;
 use blkq::throttle::Ceiling;
 use blkq::{Disk, QueueLimits};
 use blkq_export::nbd::ConnectionInfo;
@@ -30,7 +31,7 @@ impl Device {
     /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         let running = self.running()?;
-        let now = self.served().clone();
+        let now = lock(&self.served).clone();
         let disk = &running.disk;
         let limits = disk.limits();
         let mut facts = disk.driver().describe();
@@ -59,12 +60,12 @@ impl Device {
             sector_size: limits.logical_block_bytes,
             physical_sector_size: limits.physical_block_bytes,
             read_only: limits.read_only,
-            autoclear: self.autoclear.is_on(),
+            autoclear: self.is_autoclear(),
             held: disk.held(),
-            commit: self.commit_info(),
+            commit: lock(&self.commit).clone(),
             unsafe_flush_ignore: self.attached.flushes_ignored,
             partscan: self.attached.partscan,
-            sandbox: self.sandbox.confinement().clone(),
+            sandbox: self.confinement.clone(),
             direct_io,
             attach_options: now.attach_options,
             capabilities: capabilities(&limits),
@@ -90,7 +91,8 @@ impl Device {
         let ublk = ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
         let register_memory = register_memory.map(|_| ("register-memory", registered_memory(front_end)));
-        let metrics = self.background().as_ref().and_then(BackgroundThreads::metrics_uri);
+        let endpoint_uri = |threads: &BackgroundThreads| Some(threads.metrics.as_ref()?.uri.clone());
+        let metrics = lock(&self.background).as_ref().and_then(endpoint_uri);
         let in_force = ROWS
             .iter()
             .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))

@@ -23,7 +23,7 @@ pub struct Meter {
 
 impl Meter {
     pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Membership) -> Meter {
-        let (running, hangs) = (Arc::downgrade(running), hangs.counters());
+        let (running, hangs) = (Arc::downgrade(running), hangs.counters.clone());
         Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs, group }
     }
 

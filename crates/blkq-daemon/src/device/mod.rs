@@ -1,32 +1,25 @@
 //! Serves a device: connects the block layer to an image and to the exports.
 
 mod access;
-mod autoclear;
 mod background;
 mod bitmaps;
-mod block_device;
 mod commit;
-mod commit_progress;
 mod descriptors;
 mod disk;
 mod events;
 mod exports;
 mod facts;
-mod flush;
 mod image;
 mod listen;
 pub mod lock_holders;
-mod membership;
 mod memory_limits;
 mod meter;
-mod obstacles;
 mod open;
 mod opened;
 mod persistent_bitmaps;
 mod preflight;
 mod rejections;
 mod running;
-mod sandbox;
 mod saved_settings;
 mod servers;
 mod settings;
@@ -34,37 +27,34 @@ mod snapshot;
 mod stop;
 mod trace;
 
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use blkq::sync::lock;
+use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
-use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::NewSize;
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Membership;
-use blkq_protocol::info::DaemonState;
+use blkq_protocol::info::{CommitInfo, Confinement, DaemonState};
 use blkq_protocol::options::Record;
 
-use crate::device::autoclear::Autoclear;
-use blkq::units::format_bytes;
+use crate::sandbox::{self, Needs};
 
 use background::BackgroundThreads;
-use block_device::BlockDeviceState;
-use commit_progress::CommitProgress;
-use events::Events;
-use flush::{flush_unless_held, flush_unless_stopped};
 use meter::Meter;
-use running::{Running, stopping};
-use sandbox::Sandbox;
+use running::{Running, flush_unless_held, flush_unless_stopped, stopping};
 use saved_settings::DeviceSettings;
 
+pub use events::{Events, take};
 pub use image::{absolute, with_ceph_files};
-pub use obstacles::obstacles;
 pub use open::FLUSHES_IGNORED;
-pub use preflight::{check_successor, check_take_over};
+pub use preflight::{check_successor, check_take_over, obstacles};
 pub use settings::Change;
 
 /// Fails if a change must not be made, because its client has exited.
@@ -77,16 +67,23 @@ pub struct Device {
     served: Mutex<Served>,
     meter: Meter,
     events: Events,
-    autoclear: Autoclear,
+    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
+    /// that disconnect after it was set count.
+    autoclear: AtomicBool,
     settings: DeviceSettings,
     group: Membership,
     certificates: Option<TlsCertificates>,
     journals: Option<Arc<Journals>>,
-    sandbox: Sandbox,
-    block_device: BlockDeviceState,
+    /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
+    /// if the user disabled the sandbox.
+    needs: Option<Needs>,
+    confinement: Confinement,
+    /// Whether the device has a block device of the kernel, as far as is known. The next daemon takes it over.
+    has_block_device: AtomicBool,
     /// Serializes changes of the device. May be held while waiting for I/O.
     changing: Mutex<()>,
-    commit: Mutex<Option<Arc<CommitProgress>>>,
+    /// The block commit in progress.
+    commit: Mutex<Option<CommitInfo>>,
     /// The process that traces the device.
     traced_by: Mutex<Option<String>>,
     running: Mutex<Option<Arc<Running>>>,
@@ -117,18 +114,22 @@ impl Device {
     /// last user. Fails if the kernel supports a confinement but refuses it, or if the users cannot be
     /// watched.
     pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
-        if self.autoclear.is_on()
+        if self.is_autoclear()
             && let Some(ublk) = &self.running()?.ublk
         {
             ublk.watch_users(true).map_err(|e| Failure::from(e).during("autoclear"))?;
         }
-        self.sandbox.enter(removed)
+        if let Some(mut needs) = self.needs.take() {
+            needs.removed.extend(removed);
+            self.confinement = sandbox::control(&needs)?;
+        }
+        Ok(())
     }
 
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
-        self.background().as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
+        lock(&self.background).as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
     }
 
     /// `blkq show` prints the warnings until the daemon exits.
@@ -136,40 +137,27 @@ impl Device {
         self.attached.warnings.extend(warnings);
     }
 
-    fn background(&self) -> MutexGuard<'_, Option<BackgroundThreads>> {
-        self.background.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn running(&self) -> Outcome<Arc<Running>> {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running.clone().ok_or_else(stopping)
-    }
-
-    fn served(&self) -> MutexGuard<'_, Served> {
-        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.running).clone().ok_or_else(stopping)
     }
 
     /// A name that other processes understand.
     pub fn image(&self) -> String {
-        self.served().image.clone()
+        lock(&self.served).image.clone()
     }
 
-    pub fn autoclear(&self) -> &Autoclear {
-        &self.autoclear
+    /// Whether the device detaches with its last client.
+    pub fn is_autoclear(&self) -> bool {
+        self.autoclear.load(SeqCst)
     }
 
+    /// Whether a block device of the kernel survives this process.
     pub fn leaves_block_device(&self) -> bool {
-        self.block_device.outlives_daemon()
+        self.has_block_device.load(SeqCst)
     }
 
-    /// Readable when [`Device::take_failure`] returns a failure.
-    pub fn failure_event(&self) -> &OwnedFd {
-        &self.events.failure
-    }
-
-    /// Readable when [`Device::follow_size`] may have to be called.
-    pub fn size_event(&self) -> &OwnedFd {
-        &self.events.size
+    pub fn events(&self) -> &Events {
+        &self.events
     }
 
     /// Returns the new size, or `None` if the image has not changed. Fails as [`Device::resize`] does.
@@ -190,14 +178,10 @@ impl Device {
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
-    fn begin_change(&self) -> MutexGuard<'_, ()> {
-        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// As [`Device::begin_change`] for a client, who may have exited while another change was in progress. Fails as
-    /// `permit` does, which is called when no other change is in progress.
+    /// Locks `changing` for a client, who may have exited while another change was in progress. Fails as `permit` does,
+    /// which is called when no other change is in progress.
     fn begin_change_if(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
-        let changing = self.begin_change();
+        let changing = lock(&self.changing);
         permit().map(|()| changing)
     }
 
@@ -228,7 +212,7 @@ impl Device {
         let running = self.running()?;
         Ok(DaemonState {
             pid: std::process::id(),
-            image: self.served().number,
+            image: lock(&self.served).number,
             exports: running.exports(),
             settings: self.settings.changed(),
         })
@@ -298,6 +282,8 @@ impl Device {
     /// Fails if an earlier write or this flush failed, if requests are held, for which the flush would wait,
     /// or if the device has stopped.
     pub fn flush(&self) -> Outcome {
+        // The flush would wait for held requests.
+        self.check_not_held()?;
         flush_unless_held(&self.running()?)
     }
 }

@@ -2,6 +2,7 @@
 //! has the threads, mounts and privileges that it requires.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -10,14 +11,13 @@ use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Membership;
-use blkq_protocol::info::{DaemonState, StateFile};
+use blkq_protocol::info::{Confinement, DaemonState, StateFile};
 use blkq_protocol::options::{AttachOptions, Export, Record, with_write_access};
 use blkq_protocol::state::{Claim, DYING_WAIT};
 
 use super::background::BackgroundThreads;
-use super::block_device::BlockDeviceState;
-use super::disk::{DiskStart, ServedDisk};
-use super::events::Events;
+use super::disk::ServedDisk;
+use super::events::{Events, new_event};
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
     absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
@@ -26,11 +26,9 @@ use super::listen::{Sockets, addresses, vhost_address};
 use super::meter::Meter;
 use super::opened::{Children, Opened};
 use super::running::Running;
-use super::sandbox::Sandbox;
 use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
-use crate::device::autoclear::Autoclear;
 use crate::metrics::Endpoint;
 
 /// A daemon of another name may have been killed just before.
@@ -188,22 +186,20 @@ impl Device {
         let mut options = options.clone();
         saved.apply_to(&mut options);
         let options = &options;
-        let autoclear = Autoclear::new(options.autoclear)?;
+        let idle = new_event()?;
         let is_after = is_successor || claim.is_after(&image_name(&options.image));
 
-        let idle_event = has_block_device.then(|| autoclear.idle_event());
-        let opened = Opened::new(options, claim, &sockets, idle_event, open)?;
+        let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), open)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
         claim.write_owner(source.driver.owner().as_deref())?;
 
         let partscan = has_block_device && !options.partscan.refused;
-        let start = DiskStart { is_successor, partscan };
-        let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, &start)?;
+        let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, is_successor, partscan)?;
         let handles = of_disk.handles();
         // `engines` is declared last, so it is dropped first if a later step fails: this thread closes the
         // image, which the confined engines must not do.
         let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
-        let events = Events::new(&*disk.driver())?;
+        let events = Events::new(idle, &*disk.driver())?;
         let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
         let background = BackgroundThreads::new(options, &disk, handles.clone(), metrics, group_watch);
 
@@ -215,7 +211,6 @@ impl Device {
             tls,
             serves_bytes: serves_bytes(options, has_block_device),
             is_after,
-            autoclear: &autoclear,
             events: &events,
         };
         let (servers, of_servers) = Servers::start(options, sockets, context)?;
@@ -235,7 +230,7 @@ impl Device {
         if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
-        warnings.extend(background.warning().map(str::to_owned));
+        warnings.extend(background.metrics.as_ref().and_then(|endpoint| endpoint.warning.clone()));
         let running = Arc::new(running);
         let attached = Attached {
             name: claim.name().to_owned(),
@@ -247,19 +242,20 @@ impl Device {
         };
         let group = Membership::new(group);
         Ok(Device {
-            meter: Meter::new(claim.name(), &running, background.hangs(), group.clone()),
+            meter: Meter::new(claim.name(), &running, &background.hangs, group.clone()),
             attached,
             served: Mutex::new(served),
             running: Mutex::new(Some(running)),
             background: Mutex::new(Some(background)),
             events,
-            autoclear,
+            autoclear: AtomicBool::new(options.autoclear),
             settings,
             group,
             certificates,
             journals,
-            sandbox: Sandbox::new(options.sandbox.then_some(needs)),
-            block_device: BlockDeviceState::new(has_block_device),
+            needs: options.sandbox.then_some(needs),
+            confinement: Confinement::default(),
+            has_block_device: AtomicBool::new(has_block_device),
             changing: Mutex::new(()),
             commit: Mutex::new(None),
             traced_by: Mutex::new(None),

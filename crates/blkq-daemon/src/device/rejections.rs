@@ -1,5 +1,3 @@
-use std::os::fd::OwnedFd;
-
 use blkq_export::nbd::{NbdServer, Reason, Rejection};
 use blkq_export::vhost_user::{Event, Report, VhostUserDevice};
 
@@ -7,11 +5,6 @@ use super::{Device, events};
 use crate::log;
 
 impl Device {
-    /// Readable when [`Device::log_rejections`] has something to log.
-    pub fn rejection_event(&self) -> &OwnedFd {
-        &self.events.rejection
-    }
-
     pub fn log_rejections(&self) {
         events::take(&self.events.rejection);
         let Ok(running) = self.running() else { return };

@@ -1,13 +1,14 @@
 //! The settings of a device that are saved in its state file and restored by its next daemon.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
+use blkq::sync::lock;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Implementer, Key, Setting, SettingGroups, is_removed};
 
 pub(super) struct DeviceSettings {
-    /// Changes when the device joins or leaves a group.
-    groups: Mutex<SettingGroups>,
+    /// The groups of the attach options.
+    groups: SettingGroups,
     /// The last value of each setting changed since the attach, as in the state file. The lock must not be
     /// held while waiting for anything, because reports take it.
     changed: Mutex<Vec<(String, String)>>,
@@ -17,17 +18,15 @@ impl DeviceSettings {
     /// A previous daemon has `changed` some settings.
     pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
         changed.retain(|(key, _)| !is_removed(key));
-        let mut groups = SettingGroups::new(options);
-        changed.iter().for_each(|(key, value)| groups.note(key, value));
-        DeviceSettings { groups: Mutex::new(groups), changed: Mutex::new(changed) }
+        DeviceSettings { groups: SettingGroups::new(options), changed: Mutex::new(changed) }
     }
 
     pub(super) fn saved(&self) -> SavedSettings {
-        SavedSettings::read(self.groups(), &self.lock())
+        SavedSettings::read(self.groups(), &lock(&self.changed))
     }
 
     pub(super) fn changed(&self) -> Vec<(String, String)> {
-        self.lock().clone()
+        lock(&self.changed).clone()
     }
 
     /// The error lists the settings that the device has if there is none named `key`, or the accepted values.
@@ -37,10 +36,7 @@ impl DeviceSettings {
 
     /// `text` is the setting as in the state file; `None` records that it is unchanged.
     pub(super) fn replace(&self, key: &str, text: Option<(String, String)>) {
-        if let Some((key, value)) = &text {
-            self.groups.lock().unwrap_or_else(PoisonError::into_inner).note(key, value);
-        }
-        let mut changed = self.lock();
+        let mut changed = lock(&self.changed);
         changed.retain(|(other, _)| other != key);
         changed.extend(text);
     }
@@ -54,11 +50,9 @@ impl DeviceSettings {
     }
 
     fn groups(&self) -> SettingGroups {
-        *self.groups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<(String, String)>> {
-        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut groups = self.groups;
+        lock(&self.changed).iter().for_each(|(key, value)| groups.note(key, value));
+        groups
     }
 }
 

@@ -16,7 +16,6 @@ use super::image::RELEASE_WAIT;
 use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
 use super::memory_limits::memory_limits;
 use crate::device::access::socket_access;
-use crate::device::autoclear::Autoclear;
 use crate::device::descriptors::{clients_max, reserve};
 
 const CONNECTIONS: u16 = 64;
@@ -32,7 +31,6 @@ pub(super) struct ServerContext<'a> {
     pub(super) serves_bytes: bool,
     /// Whether the previous daemon of the device may have been killed.
     pub(super) is_after: bool,
-    pub(super) autoclear: &'a Autoclear,
     pub(super) events: &'a Events,
 }
 
@@ -201,7 +199,7 @@ fn vhost_options(options: &AttachOptions, access: SocketAccess, context: &Server
     VhostUserOptions {
         serial: context.disk.name().to_owned(),
         access,
-        idle_event: Some(context.autoclear.idle_event().clone()),
+        idle_event: Some(context.events.idle.clone()),
         report_event: Some(context.events.rejection.clone()),
         register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
     }
@@ -213,7 +211,7 @@ fn nbd_options(
     access: SocketAccess,
     context: ServerContext,
 ) -> NbdOptions {
-    let ServerContext { disk, image, tls, serves_bytes, autoclear, events, .. } = context;
+    let ServerContext { disk, image, tls, serves_bytes, events, .. } = context;
     let export = NbdExport {
         name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
         description: format!("{} {image}", disk.driver().name()),
@@ -228,7 +226,7 @@ fn nbd_options(
         access,
         named_in_uri: options.export_name.is_some(),
         unaligned: serves_bytes.then(Arc::default),
-        idle_event: Some(autoclear.idle_event().clone()),
+        idle_event: Some(events.idle.clone()),
         rejection_event: Some(events.rejection.clone()),
         switches: Arc::new(NbdSwitches {
             receive_backoff: options.receive_backoff.into(),

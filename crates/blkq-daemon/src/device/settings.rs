@@ -1,18 +1,23 @@
 //! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`Device::read_back`], and one
 //! in [`Device::check_change`] only if it has a rule that depends on the device.
 
+use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use blkq::throttle::{Ceiling, LimitMode};
+use blkq::sync::lock;
+use blkq::throttle::{Ceiling, LimitMode, WEIGHT_DEFAULT};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::{GroupWatch, Joined};
 use blkq_protocol::options::{Key, Scope, Setting, is_removed};
 
 use super::running::{Running, stopping};
 use super::{Device, Permit};
+use crate::log;
 
 impl Device {
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
@@ -97,7 +102,7 @@ impl Device {
         let now = disk.settings();
         let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
         Some(match key {
-            Key::Autoclear => Setting::Autoclear(self.autoclear.is_on()),
+            Key::Autoclear => Setting::Autoclear(self.is_autoclear()),
             Key::Batching => Setting::Batching(now.batching),
             Key::Clock => Setting::Clock(now.clock),
             Key::Depth => Setting::Depth(now.depth),
@@ -106,7 +111,7 @@ impl Device {
             Key::EarlySubmission => Setting::EarlySubmission(now.early_submission),
             Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
             Key::Group => Setting::Group(Some(self.group.group()?)),
-            Key::HangWarning => Setting::HangWarning(self.background().as_ref()?.hangs().limit()),
+            Key::HangWarning => Setting::HangWarning(lock(&self.background).as_ref()?.hangs.counters.limit()),
             Key::Iostats => Setting::Iostats(now.iostats),
             Key::Limit => Setting::Limit(match disk.ceiling() {
                 Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
@@ -120,6 +125,46 @@ impl Device {
             Key::SplitReads => Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
             Key::Weight => Setting::Weight(disk.group_member()?.weight()),
         })
+    }
+}
+
+impl Device {
+    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
+    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
+    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        let _changing = self.begin_change_if(permit)?;
+        check_no_ceiling(&running.disk)?;
+        let weight = running.disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, &self.attached.name, weight)?;
+        let mut watch = GroupWatch::new(joined.keeper(&member), running.disk.clone());
+        let mut background = lock(&self.background);
+        let background = background.as_mut().ok_or_else(stopping)?;
+        // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
+        // stop before the disk gets a member of another group.
+        background.group = None;
+        running.disk.join_group(member);
+        self.group.replace(Some(joined));
+        if let Err(failure) = watch.start(log::line) {
+            self.remove_from_group(&running);
+            self.settings.note_group(None);
+            return Err(Failure::new(format!("{failure}; the device is now in no group")));
+        }
+        background.group = Some(watch);
+        self.settings.note_group(Some((name, weight)));
+        Ok(())
+    }
+
+    /// The caller records that the device is in no group.
+    pub(super) fn leave_group(&self, running: &Running) -> Outcome {
+        lock(&self.background).as_mut().ok_or_else(stopping)?.group = None;
+        self.remove_from_group(running);
+        Ok(())
+    }
+
+    fn remove_from_group(&self, running: &Running) {
+        running.disk.leave_group();
+        self.group.replace(None);
     }
 }
 
@@ -140,7 +185,7 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
     match setting {
         Setting::Autoclear(on) => of_device(&|device, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
-            device.autoclear.set(*on);
+            device.autoclear.store(*on, SeqCst);
             Ok(())
         }),
         Setting::Batching(on) => of_disk(blkq::Setting::Batching(*on)),
@@ -157,13 +202,13 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
         Setting::Group(Some(_)) => Ok(()),
         Setting::Group(None) => of_device(&Device::leave_group),
         Setting::HangWarning(limit) => of_device(&|device, _| {
-            device.background().as_ref().ok_or_else(stopping)?.set_hang_warning(*limit);
+            lock(&device.background).as_ref().ok_or_else(stopping)?.hangs.set(*limit);
             Ok(())
         }),
         Setting::Iostats(on) => of_disk(blkq::Setting::Iostats(*on)),
-        Setting::Limit(mode) => {
-            of_device(&|device, _| device.background().as_mut().ok_or_else(stopping)?.set_limit(disk, *mode))
-        }
+        Setting::Limit(mode) => of_device(&|device, _| {
+            lock(&device.background).as_mut().ok_or_else(stopping)?.set_limit(disk, *mode)
+        }),
         Setting::Merge(on) => of_disk(blkq::Setting::Merge(*on)),
         Setting::OnError(policy) => {
             disk.set_error_policy(*policy);
@@ -203,6 +248,15 @@ fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     )))
 }
 
+fn check_no_ceiling(disk: &Disk) -> Outcome {
+    match disk.ceiling() {
+        Ceiling::NotSearched => Ok(()),
+        _ => Err(Failure::new(
+            "a device with limit=auto cannot be in a group; set limit=none or another limit first",
+        )),
+    }
+}
+
 /// Changes the kernel's block device, if there is one. If this fails, the disk is again as it `was`.
 fn set_block_device_read_only(running: &Running, on: bool, was: bool) -> Outcome {
     let Some(ublk) = &running.ublk else { return Ok(()) };
@@ -221,8 +275,8 @@ fn not_set(error: blkq::Error) -> Failure {
 mod tests {
     use std::time::Duration;
 
+    use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
-    use blkq_protocol::control::resize::NewSize;
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
     use blkq_protocol::options::Row;
@@ -305,7 +359,7 @@ mod tests {
             device.set(&depth, &refuse),
             device.resize(NewSize::Bytes(512), true, None, &refuse).map(drop),
             device.change_bitmap(&clear, &refuse),
-            device.join_group("g", std::fs::File::open("/dev/null").unwrap(), &refuse),
+            device.join_group("g", File::open("/dev/null").unwrap(), &refuse),
         ] {
             assert_eq!(refused, Err(Failure::new("the client exited")));
         }

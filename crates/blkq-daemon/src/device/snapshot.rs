@@ -4,6 +4,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use blkq::Driver;
+use blkq::sync::lock;
 use blkq_drivers::qcow2::Qcow2;
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::ublk::UblkDevice;
@@ -17,13 +18,6 @@ use super::{Device, Served, flush_unless_held};
 use crate::log;
 
 impl Device {
-    /// With a flush before it, a change has to stop I/O only briefly. Fails as [`Device::flush`] does.
-    pub fn flush_for_change(&self) -> Outcome {
-        // The flush would wait for held requests.
-        self.check_not_held()?;
-        self.flush()
-    }
-
     /// Makes the empty `file` an overlay of the current image, and continues with it. `options` are those of
     /// the device with the overlay, which has the `number` in `NAME.options`. All I/O waits while `ready`
     /// waits for other devices and `save` writes the state file; after a failure, the device continues with
@@ -50,7 +44,7 @@ impl Device {
         let served = Served { image: image_name(&options.image), number, attach_options };
         self.check_not_held()?;
         // This serializes changes: the state file gets the current settings, and no block commit begins.
-        let _changing = self.begin_change();
+        let _changing = lock(&self.changing);
         self.check_not_changed()?;
         let state = DaemonState { image: number, ..self.state()? };
         let exchange = running.disk.begin_exchange()?;
@@ -60,13 +54,8 @@ impl Device {
         let next = Opened::with_image(next);
         let driver = &next.driver;
         exchange.check(&**driver)?;
-        if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
-            let why = match &self.journals {
-                Some(_) => driver.warnings().join("; "),
-                None => "the directory of journals was not available when the device was attached".to_owned(),
-            };
-            return Err(Failure::new(format!("a killed daemon would lose data of the block device: {why}")));
-        }
+        let no_journals = "the directory of journals was not available when the device was attached";
+        check_outlives(&running, &**driver, self.journals.is_none().then_some(no_journals))?;
         driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         ready()?;
         save(&state)?;
@@ -76,7 +65,7 @@ impl Device {
         if let Err(error) = image.supersede() {
             log::line(&format!("warning: cannot close the previous image: {error}"));
         }
-        *self.served() = served;
+        *lock(&self.served) = served;
         drop(exchange);
         log_broken(&running);
         Ok(warnings)
@@ -86,6 +75,16 @@ impl Device {
 pub(super) fn new_warnings(next: &dyn Driver, before: &dyn Driver) -> Vec<String> {
     let known = before.warnings();
     next.warnings().into_iter().filter(|warning| !known.contains(warning)).collect()
+}
+
+/// A block device that survives its daemon promises to keep recent writes if the daemon is killed. `why` is the reason
+/// for which `driver` does not; by default, its warnings are.
+pub(super) fn check_outlives(running: &Running, driver: &dyn Driver, why: Option<&str>) -> Outcome {
+    if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
+        let why = why.map_or_else(|| driver.warnings().join("; "), str::to_owned);
+        return Err(Failure::new(format!("a killed daemon would lose data of the block device: {why}")));
+    }
+    Ok(())
 }
 
 pub(super) fn log_broken(running: &Arc<Running>) {

@@ -1,15 +1,16 @@
 //! Stops a device: for good, or to hand it to another daemon.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
+use blkq::sync::lock;
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::failure::{Failure, Outcome};
 
 use super::Device;
-use super::flush::flush_within;
-use super::running::Running;
+use super::running::{Running, flush_within};
 use super::servers::Connected;
 use crate::log;
 
@@ -37,7 +38,9 @@ impl Device {
         // are disconnected before, so that they are not served meanwhile.
         let dropping = force.then(|| running.servers.begin_stop(true)).transpose()?;
         let removed = running.ublk.as_ref().map_or(Ok(()), |ublk| {
-            ublk.stop(force).map_err(Failure::unless_forced).inspect(|()| self.block_device.removed())
+            ublk.stop(force)
+                .map_err(Failure::unless_forced)
+                .inspect(|()| self.has_block_device.store(false, SeqCst))
         });
         if let Some(dropping) = dropping {
             dropping.wait();
@@ -100,9 +103,8 @@ impl Device {
     /// the device has stopped in any case.
     pub fn stop(&self) -> Outcome {
         // The background threads may hold references to `running`.
-        drop(self.background().take());
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(running) = running else { return Ok(()) };
+        drop(lock(&self.background).take());
+        let Some(running) = lock(&self.running).take() else { return Ok(()) };
         let _unlimited = running.disk.bypass_limits();
         let _reporting = running.disk.report_errors();
         let flushed = running.flush();

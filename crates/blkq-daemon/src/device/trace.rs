@@ -1,8 +1,9 @@
 //! Traces a device. There can be one trace at a time.
 
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use blkq::sync::lock;
 use blkq::trace::TraceMemory;
 use blkq::{Disk, EngineHandle, ErrorKind};
 use blkq_protocol::failure::{Failure, Outcome};
@@ -15,7 +16,7 @@ const ENGINES_WAIT: Duration = Duration::from_secs(1);
 /// A trace of a device. Dropping it stops the trace.
 pub struct DeviceTrace<'a> {
     device: &'a Device,
-    memory: Arc<TraceMemory>,
+    pub memory: Arc<TraceMemory>,
     disk: Weak<Disk>,
     engines: Vec<EngineHandle>,
 }
@@ -26,7 +27,7 @@ impl Device {
     /// stopped.
     pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
         let running = self.running()?;
-        let mut traced_by = self.traced_by();
+        let mut traced_by = lock(&self.traced_by);
         if let Some(other) = &*traced_by {
             return Err(Failure::new(format!(
                 "the device is already being traced by {other}; stop that trace first"
@@ -45,17 +46,9 @@ impl Device {
         trace.set(Some(&trace.memory));
         Ok(trace)
     }
-
-    fn traced_by(&self) -> MutexGuard<'_, Option<String>> {
-        self.traced_by.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl DeviceTrace<'_> {
-    pub fn memory(&self) -> &TraceMemory {
-        &self.memory
-    }
-
     fn set(&self, memory: Option<&Arc<TraceMemory>>) {
         if let Some(disk) = self.disk.upgrade() {
             self.engines.iter().for_each(|engine| engine.trace(&disk, memory.cloned()));
@@ -73,7 +66,7 @@ impl Drop for DeviceTrace<'_> {
         while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        *self.device.traced_by() = None;
+        *lock(&self.device.traced_by) = None;
     }
 }
 

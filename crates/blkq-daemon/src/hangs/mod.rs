@@ -56,7 +56,8 @@ impl HangCounters {
 
 /// Owns the watcher's thread, which runs until this is dropped.
 pub struct HangWatch {
-    counters: HangCounters,
+    /// May be cloned and kept after this is dropped.
+    pub counters: HangCounters,
     /// Moved to the thread when it starts.
     watcher: Option<Watcher>,
     thread: Option<PeriodicThread>,
@@ -78,15 +79,6 @@ impl HangWatch {
         let watch = move |wakeup| watcher.watch(wakeup, &log);
         self.thread = Some(PeriodicThread::start("blkq-watch", STACK_BYTES, first, watch)?);
         Ok(())
-    }
-
-    pub fn limit(&self) -> Duration {
-        self.counters.limit()
-    }
-
-    /// Returns a handle to the counters that may be kept after this is dropped.
-    pub fn counters(&self) -> HangCounters {
-        self.counters.clone()
     }
 
     /// Changes how long a request may take, starting with the next scan.
@@ -498,7 +490,7 @@ mod tests {
         });
         assert_stays("it is off", || lines.with("hang").is_empty());
         watch.set(Duration::from_millis(100));
-        assert_eq!(watch.limit(), Duration::from_millis(100));
+        assert_eq!(watch.counters.limit(), Duration::from_millis(100));
         lines.wait("hang: #");
         watch.set(Duration::ZERO);
         wait_until("nothing counts as hung without scans", || disk.stats().hung == 0);

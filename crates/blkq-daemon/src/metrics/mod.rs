@@ -29,8 +29,9 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// The metrics endpoint, which serves until this is dropped.
 pub struct Endpoint {
-    uri: String,
-    warning: Option<String>,
+    /// `http://127.0.0.1:9100/metrics`, or `http+unix://` and a path.
+    pub uri: String,
+    pub warning: Option<String>,
     /// Moved to the thread when it starts.
     listener: Option<Listener>,
     stop: Arc<OwnedFd>,
@@ -80,15 +81,6 @@ impl Endpoint {
             .map_err(|e| Failure::new(format!("--metrics: cannot start a thread: {e}")))?;
         self.thread = Some(thread);
         Ok(())
-    }
-
-    /// The URI: `http://127.0.0.1:9100/metrics`, or `http+unix://` and a path.
-    pub fn uri(&self) -> &str {
-        &self.uri
-    }
-
-    pub fn warning(&self) -> Option<&str> {
-        self.warning.as_deref()
     }
 }
 

@@ -5,16 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
-use blkq_protocol::control::resize::NewSize;
-use blkq_protocol::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use blkq_protocol::control::{
+    BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, NewSize, Request, parse_request, reply_line,
+};
 use blkq_protocol::failure::{EXIT_LEFT, Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
-use super::commit::serve_commit;
+use super::dialogues::{receive_file, serve_commit, serve_snapshot, serve_trace};
 use super::shared::{LEAVE_WAIT, Shared, Stage};
-use super::snapshot::{receive_file, serve_snapshot};
-use super::trace::serve_trace;
 use crate::log;
 
 /// More commands at the same time are rejected.
@@ -57,7 +56,7 @@ fn admit(shared: &Shared, stream: UnixStream) -> Result<Arc<UnixStream>, Rejecte
     // The mode of the socket restricts users already, but the socket may have been moved to another
     // directory.
     match Peer::of(&*stream) {
-        Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => Ok(stream),
+        Ok(peer) if peer.uid == shared.owner || peer.uid.is_root() => Ok(stream),
         _ => Err((stream, "only root and the user who runs the daemon may send commands")),
     }
 }

@@ -2,12 +2,10 @@
 //! short-lived thread of its own, because a change may have to wait for I/O. Engine threads do the I/O.
 
 mod answer;
-mod commit;
+mod dialogues;
 mod settings;
 mod shared;
-mod snapshot;
 mod systemd;
-mod trace;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -18,7 +16,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use blkq_protocol::control::{Reply, line_of, reply_line};
-use blkq_protocol::daemon::{Obstacle, Operation, Parent, Serve};
+use blkq_protocol::daemon::{Obstacle, Operation, Parent, Serve, Start};
 use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use blkq_protocol::info::{BlockDevice, DeviceInfo};
 use blkq_protocol::options::{AttachOptions, with_write_access};
@@ -30,7 +28,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{geteuid, umask};
 
-use crate::device::{self, Device, FLUSHES_IGNORED};
+use crate::device::{self, Device, FLUSHES_IGNORED, take};
 use crate::log;
 use crate::pid_file::PidFile;
 use crate::sandbox::operations::OPERATIONS;
@@ -43,16 +41,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// How long to wait before an event is handled again for which no thread could be started.
 const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-
-/// Why a daemon starts.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Start {
-    Attach,
-    /// Another daemon served the device before.
-    Succeed,
-    /// A block device of the kernel has no daemon.
-    Recover,
-}
 
 pub struct Daemon {
     shared: Arc<Shared>,
@@ -70,45 +58,42 @@ pub struct Daemon {
 impl Serve for Daemon {
     const OPERATIONS: &'static [Operation] = &OPERATIONS;
 
-    fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
+    fn start(start: Start<'_>, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
-        let resolved = device::absolute(&device::with_ceph_files(options))?;
-        let claim = match &options.name {
-            Some(name) => dir.claim(name)?,
-            None => dir.claim_unique(&options.default_name(), &resolved)?,
+        let is_new = matches!(start, Start::New(_));
+        let resolved = |options: &AttachOptions| device::absolute(&device::with_ceph_files(options));
+        let (claim, options, settings, orphan) = match start {
+            Start::New(options) => {
+                let resolved = resolved(options)?;
+                let claim = match &options.name {
+                    Some(name) => dir.claim(name)?,
+                    None => dir.claim_unique(&options.default_name(), &resolved)?,
+                };
+                claim.check_attach(&resolved)?;
+                (claim, options, Vec::new(), None)
+            }
+            Start::Successor { name, options, settings } => {
+                let claim = dir.claim_for_successor(name)?;
+                // The options of a service are those of its file now.
+                claim.check_continues(&resolved(&with_write_access(options, &settings))?)?;
+                (claim, options, settings, None)
+            }
+            Start::Recovery { options, orphan } => {
+                let Orphan { claim, state } = *orphan;
+                for suffix in [".control", ".nbd", ".vhost"] {
+                    claim.remove_socket(suffix)?;
+                }
+                (claim, options, Vec::new(), Some(state))
+            }
         };
-        claim.check_attach(&resolved)?;
-        Daemon::attach(claim, signals, options, Vec::new(), inherited, parent, Start::Attach)
-    }
-
-    fn succeed(
-        name: &str,
-        options: &AttachOptions,
-        settings: Vec<(String, String)>,
-        inherited: Vec<OwnedFd>,
-        parent: &mut Parent,
-    ) -> Outcome<Daemon> {
-        let (dir, signals) = Daemon::begin()?;
-        let claim = dir.claim_for_successor(name)?;
-        // The options of a service are those of its file now.
-        let restored = with_write_access(options, &settings);
-        claim.check_continues(&device::absolute(&device::with_ceph_files(&restored))?)?;
-        Daemon::attach(claim, signals, options, settings, inherited, parent, Start::Succeed)
-    }
-
-    fn recover(
-        options: &AttachOptions,
-        orphan: Orphan,
-        inherited: Vec<OwnedFd>,
-        parent: &mut Parent,
-    ) -> Outcome<Daemon> {
-        let (_, signals) = Daemon::begin()?;
-        let Orphan { claim, state } = orphan;
-        for suffix in [".control", ".nbd", ".vhost"] {
-            claim.remove_socket(suffix)?;
-        }
-        let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
-        Daemon::ready(claim, signals, options, open, Start::Recover, parent)
+        // Then the clients wait for this daemon even if the command has been interrupted.
+        let is_successor = claim.is_kept() && !is_new;
+        let is_orphan = orphan.is_some();
+        let open = |claim: &Claim| match orphan {
+            Some(state) => Device::recover(options, claim, state, inherited),
+            None => Device::open(options, settings, claim, inherited),
+        };
+        Daemon::ready(claim, signals, options, open, is_successor, is_orphan, parent)
     }
 
     fn info(&self) -> Outcome<DeviceInfo> {
@@ -119,14 +104,15 @@ impl Serve for Daemon {
         // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
+            let events = self.shared.device().events();
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
                 PollFd::new(&self.signals, PollFlags::IN),
                 PollFd::new(&self.wake, PollFlags::IN),
-                PollFd::new(self.shared.device().autoclear().idle_event(), PollFlags::IN),
-                PollFd::new(self.shared.device().rejection_event(), PollFlags::IN),
-                PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
-                PollFd::new(self.shared.device().size_event(), PollFlags::IN),
+                PollFd::new(&events.idle, PollFlags::IN),
+                PollFd::new(&events.rejection, PollFlags::IN),
+                PollFd::new(&events.failure, PollFlags::IN),
+                PollFd::new(&events.size, PollFlags::IN),
             ];
             // After an interruption or ENOMEM, poll again. Signals are not lost: they are in their pipe.
             let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
@@ -157,7 +143,7 @@ impl Serve for Daemon {
                 return self.finish(stopped);
             }
             if resized {
-                let _ = rustix::io::read(self.shared.device().size_event(), &mut [0; 8]);
+                take(&events.size);
             }
             if resized || resize_due {
                 resize_due = !self.shared.size_changed();
@@ -166,7 +152,7 @@ impl Serve for Daemon {
                 self.shared.device().log_rejections();
             }
             if idle {
-                self.shared.device().autoclear().take_event();
+                take(&events.idle);
             }
             if idle || idle_due {
                 idle_due = !self.shared.clients_left();
@@ -204,19 +190,6 @@ impl Serve for Daemon {
 }
 
 impl Daemon {
-    fn attach(
-        claim: Claim,
-        signals: Signals,
-        options: &AttachOptions,
-        settings: Vec<(String, String)>,
-        inherited: Vec<OwnedFd>,
-        parent: &mut Parent,
-        start: Start,
-    ) -> Outcome<Daemon> {
-        let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
-        Daemon::ready(claim, signals, options, open, start, parent)
-    }
-
     fn begin() -> Outcome<(StateDir, Signals)> {
         // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
         let _ = rustix::thread::set_name(c"blkq");
@@ -236,7 +209,8 @@ impl Daemon {
         signals: Signals,
         options: &AttachOptions,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
-        start: Start,
+        is_successor: bool,
+        is_orphan: bool,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let system =
@@ -249,8 +223,6 @@ impl Daemon {
         let owner = geteuid();
         // The device had a daemon before, and its clients wait for the next one, which finds it by its files.
         let has_files = claim.is_kept();
-        // Then the clients wait for this daemon even if the command has been interrupted.
-        let is_successor = has_files && start != Start::Attach;
         let mut device = match open(&claim) {
             Ok(device) => device,
             Err(failure) => {
@@ -301,7 +273,7 @@ impl Daemon {
             Ok(announced) => announced,
             Err(failure) => {
                 // No client knows this device yet, so it is removed. An orphan remains an orphan.
-                if start != Start::Recover {
+                if !is_orphan {
                     let closed = device.close(true);
                     if claim.is_kept() && !has_files {
                         claim.keep(device.leaves_block_device());

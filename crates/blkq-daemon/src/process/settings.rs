@@ -61,7 +61,7 @@ impl Shared {
         match *stage {
             // If one of several settings could not be set, those before it were set, and are saved.
             Stage::Serving => {
-                let written = self.write_settings();
+                let written = self.device().state().and_then(|state| self.write_state(&state));
                 changed.and(written.map_err(|e| e.during(format_args!("{otherwise} for the next daemon"))))
             }
             // The next daemon has already read the state file, so the change would be lost.
@@ -69,10 +69,6 @@ impl Shared {
             // The state file is about to be removed.
             Stage::Stopping => changed,
         }
-    }
-
-    fn write_settings(&self) -> Outcome {
-        self.write_state(&self.device().state()?)
     }
 
     pub(super) fn change(&self, settings: &[(String, String)], permit: Permit) -> Outcome {

@@ -3,9 +3,11 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use blkq::sync::{lock, try_lock};
+use blkq::units::format_bytes;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DaemonState;
 use blkq_protocol::state::overwrite_state;
@@ -15,7 +17,6 @@ use rustix::process::Uid;
 use super::systemd::notify;
 use crate::device::Device;
 use crate::log;
-use blkq::units::format_bytes;
 
 /// How long a daemon that leaves its device to the next daemon waits until commands have been answered, and how long a
 /// daemon waits for the command of a client that has connected before the client counts as silent.
@@ -30,7 +31,7 @@ const ANSWER_STACK_BYTES: usize = 256 << 10;
 
 pub(super) struct Shared {
     /// The user who runs the daemon.
-    owner: Uid,
+    pub(super) owner: Uid,
     device: Device,
     /// Locked while a change of the stage is decided, and while the state file is written together with it.
     stage: Mutex<Stage>,
@@ -112,10 +113,6 @@ impl Shared {
         })
     }
 
-    pub(super) fn owner(&self) -> Uid {
-        self.owner
-    }
-
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
@@ -126,16 +123,12 @@ impl Shared {
     }
 
     pub(super) fn stage(&self) -> MutexGuard<'_, Stage> {
-        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.stage)
     }
 
     /// `None` if another thread holds the lock.
     pub(super) fn try_stage(&self) -> Option<MutexGuard<'_, Stage>> {
-        match self.stage.try_lock() {
-            Ok(stage) => Some(stage),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        try_lock(&self.stage)
     }
 
     /// On success the stage becomes `next`, and the caller must stop or leave the device. Fails if the device
@@ -155,8 +148,6 @@ impl Shared {
     /// Fails if earlier writes could not be made durable: the next daemon would not know, and would answer
     /// flushes without an error. Also fails if requests are held, or as [`Shared::close`] does.
     pub(super) fn leave(&self) -> Outcome {
-        // The flush would wait for held requests.
-        self.device.check_not_held()?;
         // Without the lock: a flush may take long or hang, and a forced stop must not wait for it.
         self.device.flush()?;
         self.close(Stage::Leaving, Device::leave)
@@ -167,26 +158,22 @@ impl Shared {
     pub(super) fn clients_left(self: &Arc<Shared>) -> bool {
         // Clients can connect and disconnect at any rate. Most devices do not detach with the last one, and
         // need no thread.
-        if !self.device.autoclear().is_on() {
+        if !self.device.is_autoclear() {
             return true;
         }
         self.run_once(
             |shared| &shared.departures,
             |shared| {
-                if shared.close_idle() {
+                let close = |device: &Device| match device.is_autoclear() {
+                    true => device.close(false),
+                    false => Err(Failure::new("the device stays")),
+                };
+                if shared.close(Stage::Stopping, close).is_ok() {
                     log::line("stopping: the last client has disconnected");
                     shared.stop(None);
                 }
             },
         )
-    }
-
-    fn close_idle(&self) -> bool {
-        let close = |device: &Device| match device.autoclear().is_on() {
-            true => device.close(false),
-            false => Err(Failure::new("the device stays")),
-        };
-        self.close(Stage::Stopping, close).is_ok()
     }
 
     /// Returns `false` if no thread can be started; then the caller must try again.

@@ -3,7 +3,7 @@
 
 pub mod bitmaps;
 mod dialogue;
-pub mod resize;
+mod resize;
 pub mod statistics;
 mod stopped;
 
@@ -31,7 +31,9 @@ use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir};
-use stopped::{Stopped, connect, is_readable, wait_for};
+pub use resize::NewSize;
+pub use stopped::is_readable;
+use stopped::{Stopped, connect, wait_for};
 
 /// In bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;

@@ -59,8 +59,8 @@ pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Resul
     }
 }
 
-/// Returns whether `fd` is readable at `until` or before.
-pub(super) fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
+/// Returns whether `fd` is readable at `until` or before. `None` waits without a limit.
+pub fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
     loop {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());

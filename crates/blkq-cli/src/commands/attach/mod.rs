@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
-use blkq_protocol::daemon::{Parent, Serve};
+use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Export, Format, headings};
@@ -203,7 +203,7 @@ impl Args {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
-        let daemon = D::start(options, inherited, &mut Parent::none())?;
+        let daemon = D::start(Start::New(options), inherited, &mut Parent::none())?;
         created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();

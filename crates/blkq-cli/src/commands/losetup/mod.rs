@@ -12,7 +12,7 @@ use blkq::text::escaped;
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::DirectIo;
-use blkq_protocol::control::resize::NewSize;
+use blkq_protocol::control::NewSize;
 use blkq_protocol::control::{Request, ask};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
