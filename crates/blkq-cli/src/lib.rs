@@ -10,7 +10,7 @@
 use std::process::ExitCode;
 
 use blkq_protocol::daemon::Serve;
-use blkq_protocol::failure::{EXIT_FAILED, print_error};
+use blkq_protocol::failure::{EXIT_FAILED, Outcome, print_error};
 use clap::{CommandFactory, Parser};
 use clap_complete::CompleteEnv;
 
@@ -30,29 +30,20 @@ use commands::Cli;
 /// with 2, as clap does.
 pub fn main<D: Serve>() -> ExitCode {
     launch::parent::note();
-    complete();
-    let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
-    let words = match config::expand(std::env::args_os().collect(), Cli::command) {
-        Ok(words) => words,
-        Err(failure) => {
-            print_error(&failure);
-            return ExitCode::from(EXIT_FAILED);
-        }
-    };
-    let cli = Cli::try_parse_from(words)
-        .unwrap_or_else(|error| usage::explain(error, Cli::command, subcommand.as_deref()).exit());
-    match cli.command.run::<D>() {
-        Ok(code) => code,
-        Err(failure) => {
-            print_error(&failure);
-            ExitCode::from(EXIT_FAILED)
-        }
-    }
-}
-
-/// If a shell asks for completions, prints them and exits.
-fn complete() {
     if std::env::var_os(completion::VARIABLE).is_some() {
+        // A shell asks for completions. This prints them and exits.
         CompleteEnv::with_factory(Cli::command).var(completion::VARIABLE).complete();
     }
+    run::<D>().unwrap_or_else(|failure| {
+        print_error(&failure);
+        ExitCode::from(EXIT_FAILED)
+    })
+}
+
+fn run<D: Serve>() -> Outcome<ExitCode> {
+    let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
+    let words = config::expand(std::env::args_os().collect(), Cli::command)?;
+    let cli = Cli::try_parse_from(words)
+        .unwrap_or_else(|error| usage::explain(error, Cli::command, subcommand.as_deref()).exit());
+    cli.command.run::<D>()
 }

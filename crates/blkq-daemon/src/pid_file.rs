@@ -11,7 +11,7 @@ use blkq_drivers::DriverSpec;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::FileId;
 use blkq_protocol::options::AttachOptions;
-use blkq_protocol::state::{DYING_WAIT, is_process_dying};
+use blkq_protocol::state::{DYING_WAIT, ProcessState};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
@@ -150,10 +150,11 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
         return Err(refused("contains something other than a process ID and is not overwritten"));
     }
     // The previous daemon may be exiting: it releases its name before its pid file.
-    let holder = String::from_utf8_lossy(&text);
+    let holder = String::from_utf8_lossy(&text).trim().parse::<u32>().ok();
+    let is_dying = || holder.is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
     let begin = Instant::now();
     while !lock(&file).map_err(failed)? {
-        if !is_process_dying(&holder) || begin.elapsed() > DYING_WAIT {
+        if !is_dying() || begin.elapsed() > DYING_WAIT {
             return Err(refused("belongs to another running device"));
         }
         std::thread::sleep(Duration::from_millis(5));

@@ -14,10 +14,8 @@ use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 
 use super::bitmap_file::BitmapFile;
-use crate::completion;
-use crate::devices::{device_parser, named};
-use crate::output::table::{Align, render};
-use crate::output::{print, print_json};
+use crate::devices::DeviceArg;
+use crate::output::{Align, print, print_json, render};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
@@ -42,7 +40,7 @@ enum Command {
     /// Add a bitmap, which records the writes from now on
     Add {
         #[command(flatten)]
-        device: Device,
+        device: DeviceArg,
         /// The name of the bitmap, at most 1023 bytes
         bitmap: String,
         /// Set the number of bytes that each bit represents: a power of two from 512 to 2G
@@ -50,37 +48,17 @@ enum Command {
         granularity: u64,
     },
     /// Remove a bitmap
-    Remove {
-        #[command(flatten)]
-        device: Device,
-        /// The name of the bitmap
-        bitmap: String,
-    },
+    Remove(Existing),
     /// Clear a bitmap, so that it records the writes from now on
-    Clear {
-        #[command(flatten)]
-        device: Device,
-        /// The name of the bitmap
-        bitmap: String,
-    },
+    Clear(Existing),
     /// Record writes in a bitmap again; it lacks the writes made while it was disabled
-    Enable {
-        #[command(flatten)]
-        device: Device,
-        /// The name of the bitmap
-        bitmap: String,
-    },
+    Enable(Existing),
     /// Stop recording writes in a bitmap
-    Disable {
-        #[command(flatten)]
-        device: Device,
-        /// The name of the bitmap
-        bitmap: String,
-    },
+    Disable(Existing),
     /// Add the dirty parts of some bitmaps to another bitmap
     Merge {
         #[command(flatten)]
-        device: Device,
+        device: DeviceArg,
         /// The bitmaps to read, which are not changed
         #[arg(required = true)]
         from: Vec<String>,
@@ -91,7 +69,7 @@ enum Command {
     /// List the bitmaps of a device
     List {
         #[command(flatten)]
-        device: Device,
+        device: DeviceArg,
         /// Print one JSON array of objects
         #[arg(long)]
         json: bool,
@@ -99,32 +77,32 @@ enum Command {
 }
 
 #[derive(clap::Args, Debug)]
-struct Device {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    device: String,
+struct Existing {
+    #[command(flatten)]
+    device: DeviceArg,
+    /// The name of the bitmap
+    bitmap: String,
 }
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
         let (device, change) = match self.command {
             Command::Add { device, bitmap, granularity } => {
                 (device, BitmapChange::Add { name: bitmap, granularity })
             }
-            Command::Remove { device, bitmap } => (device, BitmapChange::Remove { name: bitmap }),
-            Command::Clear { device, bitmap } => (device, BitmapChange::Clear { name: bitmap }),
-            Command::Enable { device, bitmap } => (device, BitmapChange::Enable { name: bitmap }),
-            Command::Disable { device, bitmap } => (device, BitmapChange::Disable { name: bitmap }),
+            Command::Remove(of) => (of.device, BitmapChange::Remove { name: of.bitmap }),
+            Command::Clear(of) => (of.device, BitmapChange::Clear { name: of.bitmap }),
+            Command::Enable(of) => (of.device, BitmapChange::Enable { name: of.bitmap }),
+            Command::Disable(of) => (of.device, BitmapChange::Disable { name: of.bitmap }),
             Command::Merge { device, from, into } => (device, BitmapChange::Merge { from, into }),
             Command::List { device, json } => {
-                let bitmaps: Vec<BitmapInfo> =
-                    ask(&dir, &named(&dir, &device.device)?, &Request::Bitmaps {})?;
+                let (dir, name) = device.find()?;
+                let bitmaps: Vec<BitmapInfo> = ask(&dir, &name, &Request::Bitmaps {})?;
                 return if json { print_json(&bitmaps) } else { print(&table(&bitmaps)) };
             }
         };
-        let of = |e: Failure| e.during(format_args!("bitmap {}", device.device));
-        let name = named(&dir, &device.device)?;
+        let of = |e: Failure| e.during(format_args!("bitmap {}", device.word));
+        let (dir, name) = device.find()?;
         if matches!(change, BitmapChange::Add { .. }) {
             send_bitmap_file(&dir, &name).map_err(of)?;
         }
@@ -151,8 +129,8 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
         return Ok(());
     }
     let file = BitmapFile::open_or_create(&image)?;
-    let files: Vec<_> = file.file().map(AsFd::as_fd).into_iter().collect();
-    Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&files).and_then(|done| done)?;
+    let dialogue = Dialogue::begin(dir, name, &Request::BitmapFile {})?;
+    dialogue.step(&[file.file().as_fd()]).and_then(|done| done)?;
     file.keep();
     Ok(())
 }

@@ -51,9 +51,9 @@ impl BitmapFile {
         created.map(BitmapFile::Created).map_err(|e| e.during(path.display()))
     }
 
-    pub(super) fn file(&self) -> Option<&File> {
+    pub(super) fn file(&self) -> &File {
         match self {
-            BitmapFile::Found(file) => Some(file),
+            BitmapFile::Found(file) => file,
             BitmapFile::Created(created) => created.file(),
         }
     }

@@ -20,9 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bitmap_file::BitmapFile;
 use super::recorded_image::RecordedImage;
-use crate::devices::{device_parser, named};
-use crate::output::{print_json, print_line};
-use crate::{completion, config};
+use crate::config;
+use crate::devices::DeviceArg;
+use crate::output::{print_json, print_line, warn};
 
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 /// A log gets fewer lines than a terminal, where each line overwrites the previous one.
@@ -41,9 +41,8 @@ Examples:
   blkq commit data
   blkq commit disk.2.qcow2 --json")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_name = "DEVICE", value_parser = device_parser(), add = completion::devices())]
-    device: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Choose which backing file is accepted
     ///
     /// With `allow`, the backing file may be outside of the overlay's directory.
@@ -57,9 +56,8 @@ pub struct Args {
 impl Args {
     /// If this fails, the device still uses the overlay, unless the message says that the outcome is unknown.
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let of = |e: Failure| e.during(format_args!("commit {}", self.device));
-        let name = named(&dir, &self.device).map_err(of)?;
+        let of = |e: Failure| e.during(format_args!("commit {}", self.device.word));
+        let (dir, name) = self.device.find().map_err(of)?;
         // This reports a dead daemon in the same words as other commands.
         ask::<()>(&dir, &name, &Request::Ping {})?;
         let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
@@ -76,7 +74,7 @@ impl Args {
         // daemon pivots to it, and the next daemon needs its options.
         let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
-        let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];
+        let files = [Some(&image), Some(&synced), bitmaps.as_ref().map(BitmapFile::file)];
         let files: Vec<_> = files.into_iter().flatten().map(AsFd::as_fd).collect();
         dialogue.go_on(&files).map_err(of)?;
         drop((image, synced));
@@ -90,7 +88,7 @@ impl Args {
             recorded.keep();
         }
         let done = reply.and_then(|done| done).map_err(of)?;
-        done.warnings.iter().for_each(|why| print_error(&Failure::new(format!("{name}: warning: {why}"))));
+        warn(&name, &done.warnings);
         warn_of_configuration(&name, &done, &path);
         if self.json { print_json(&done) } else { print_line(&done.image) }
     }

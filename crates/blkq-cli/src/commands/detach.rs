@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use blkq_export::ublk::{self, SetupProcess};
-use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::control::{Request, call, no_such_device};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::state::{Dead, Found, Orphan, StateDir, check_name};
@@ -86,10 +86,10 @@ fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     let until = Instant::now() + SETTLE_WAIT;
     loop {
         dir.wait_for_dying(name);
-        if !force && let Called::Answered(info) = call(dir, name, &Request::Show {})? {
+        if !force && let Some(info) = call(dir, name, &Request::Show {})? {
             check_unopened(&info)?;
         }
-        if let Called::Answered(()) = call::<()>(dir, name, &Request::Detach { force })? {
+        if call::<()>(dir, name, &Request::Detach { force })?.is_some() {
             return Ok(Detached::Done);
         }
         match clear(dir, name, force)? {
@@ -97,7 +97,7 @@ fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
             detached => return Ok(detached),
         }
         let busy = match dir.inspect(name)? {
-            Found::Busy(busy) => busy.describe(),
+            Found::Busy(busy) => busy,
             _ if dir.is_handed_over(name) => "being handed over to a new daemon; try again".to_owned(),
             _ => return Ok(Detached::NotThere),
         };

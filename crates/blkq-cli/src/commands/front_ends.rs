@@ -13,15 +13,18 @@ const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";
 /// Maximum length of a node name in QEMU.
 const NODE_CHARS_MAX: usize = 31;
 
-fn places(info: &DeviceInfo) -> Outcome<Vec<Place>> {
-    let places: Vec<Place> = info.exports.iter().filter_map(|export| Place::parse(export)).collect();
+/// The export that a virtual machine uses, vhost-user-blk if there is one. Two exports would become two disks with the
+/// same data.
+fn place(info: &DeviceInfo) -> Outcome<Place> {
+    let mut places: Vec<Place> = info.exports.iter().filter_map(|export| Place::parse(export)).collect();
     if places.is_empty() {
         let name = &info.name;
         return Err(Failure::new(format!(
             "{name}: virtual machines cannot connect to this device; attach it with --export vhost-user-blk or --export nbd"
         )));
     }
-    Ok(places)
+    let vhost = places.iter().position(|place| matches!(place, Place::VhostUser(_)));
+    Ok(places.swap_remove(vhost.unwrap_or(0)))
 }
 
 /// The ID of QEMU's objects for the device: letters, digits and `-`, beginning with a letter. If the name
@@ -55,11 +58,8 @@ fn value(text: impl AsRef<Path>) -> String {
 /// Options for a disk of the device, one per line of a shell command.
 pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
     let id = id_of(&info.name);
-    // Only one export is used: two would become two disks with the same data.
-    let places = places(info)?;
-    let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
     let mut options: Vec<(&str, String)> = Vec::new();
-    match vhost.unwrap_or(&places[0]) {
+    match place(info)? {
         Place::VhostUser(path) => {
             let path = value(path);
             options.push(("-chardev", format!("socket,id={id},path={path},reconnect-ms=1000")));
@@ -80,7 +80,7 @@ pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
             if !export.is_empty() {
                 node.push_str(&format!(",export={}", value(export)));
             }
-            if *tls {
+            if tls {
                 let dir = CLIENT_CERTIFICATES;
                 options.push(("-object", format!("tls-creds-x509,id={id}-tls,endpoint=client,dir={dir}")));
                 node.push_str(&format!(",tls-creds={id}-tls"));
@@ -106,9 +106,7 @@ pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
 }
 
 pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
-    let places = places(info)?;
-    let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
-    let element = match vhost.unwrap_or(&places[0]) {
+    let element = match place(info)? {
         Place::VhostUser(path) => format!(
             "<!-- The domain also needs: <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking> -->\n\
              <disk type='vhostuser' device='disk'>\n  \
@@ -120,14 +118,14 @@ pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
         Place::Nbd { address, tls, export } => {
             let name = match export.is_empty() {
                 true => String::new(),
-                false => format!(" name='{}'", attribute(export)),
+                false => format!(" name='{}'", attribute(&export)),
             };
-            let tls = if *tls { " tls='yes'" } else { "" };
+            let tls = if tls { " tls='yes'" } else { "" };
             let host = match address {
                 NbdAddress::Unix(path) => {
                     format!("transport='unix' socket='{}'", attribute(&path.to_string_lossy()))
                 }
-                NbdAddress::Tcp(host, port) => format!("name='{}' port='{port}'", attribute(host)),
+                NbdAddress::Tcp(host, port) => format!("name='{}' port='{port}'", attribute(&host)),
             };
             let discard = if info.read_only { "" } else { " discard='unmap'" };
             let read_only = if info.read_only { "  <readonly/>\n" } else { "" };

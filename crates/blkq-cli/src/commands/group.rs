@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use blkq::throttle::RateLimits;
 use blkq_protocol::control::statistics::Statistics;
-use blkq_protocol::control::{Called, Request, call};
+use blkq_protocol::control::{Request, call};
 use blkq_protocol::failure::Outcome;
 use blkq_protocol::group::{GroupFile, names};
 use blkq_protocol::options::{parse_group_name, parse_new_group_name};
@@ -13,8 +13,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use crate::commands::stat::rates;
-use crate::output::table::{Align, render};
-use crate::output::{print, print_json};
+use crate::output::{Align, print, print_json, render};
 
 const INTERVAL: Duration = Duration::from_millis(500);
 
@@ -70,7 +69,7 @@ struct ListedGroup {
 }
 
 /// The rates are null if the daemon of the member does not answer.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ListedMember {
     name: String,
     weight: u32,
@@ -96,10 +95,7 @@ impl Args {
 
 /// Takes [`INTERVAL`] if a group has members, because their rates are measured.
 fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
-    let counters = |name: &str| match call::<Statistics>(dir, name, &Request::Stat {}) {
-        Ok(Called::Answered(statistics)) => Some(statistics),
-        _ => None,
-    };
+    let counters = |name: &str| call::<Statistics>(dir, name, &Request::Stat {}).ok().flatten();
     let mut groups = Vec::new();
     let mut before = Vec::new();
     for name in names(dir)? {
@@ -111,13 +107,7 @@ fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
                 for member in file.members() {
                     before.push(counters(&member.name));
                     let (name, weight) = (member.name, member.weight);
-                    listed.members.push(ListedMember {
-                        name,
-                        weight,
-                        iops: None,
-                        mb_per_s: None,
-                        throttled: None,
-                    });
+                    listed.members.push(ListedMember { name, weight, ..ListedMember::default() });
                 }
             }
             Err(failure) => listed.error = Some(failure.to_string()),
@@ -143,10 +133,7 @@ fn table(groups: &[ListedGroup]) -> String {
         vec![["GROUP", "LIMITS", "MEMBER", "WEIGHT", "IOPS", "MB/s", "THROTTLED"].map(str::to_owned)];
     let number = |number: Option<f64>| number.map_or("-".to_owned(), |number| format!("{number:.1}"));
     for group in groups {
-        let limits = match (&group.limits, &group.error) {
-            (Some(limits), _) => limits.clone(),
-            (None, error) => error.clone().unwrap_or_default(),
-        };
+        let limits = group.limits.as_ref().or(group.error.as_ref()).cloned().unwrap_or_default();
         let mut first = [group.name.clone(), limits];
         for member in &group.members {
             let [name, limits] = std::mem::take(&mut first);

@@ -3,15 +3,13 @@ use std::path::PathBuf;
 use blkq::units::parse_bytes;
 use blkq_protocol::control::died;
 use blkq_protocol::failure::{Failure, Outcome, print_error};
-use blkq_protocol::info::backing::{Backing, is_behind};
-use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::info::{Backing, DeviceInfo, FileId, is_behind};
 use blkq_protocol::state::{Dead, Fate, Found, StateDir};
 use serde_json::{Map, Value};
 
 use crate::devices::{Entry, all, not_attached};
 use crate::output::columns::{self, Column};
-use crate::output::table::render;
-use crate::output::{print, print_json};
+use crate::output::{print, print_json, render};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]

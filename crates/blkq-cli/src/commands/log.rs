@@ -7,11 +7,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::state::StateDir;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::completion;
-use crate::devices::{Entry, device_parser, inspect, named};
+use crate::devices::{DeviceArg, Entry, inspect};
 use crate::output::print;
 
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -29,9 +27,8 @@ Examples:
   blkq log disk.img --follow
   blkq log disk.img | grep 'I/O error'")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Continue to print lines as the daemon writes them, until the device is detached or Ctrl-C
     #[arg(long, short)]
     follow: bool,
@@ -40,8 +37,7 @@ pub struct Args {
 impl Args {
     /// Fails if there is no such device, or if its daemon writes no log file.
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
+        let (dir, name) = self.device.find()?;
         let path = dir.file(&name, ".log");
         let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
         let mut log = match LogReader::open(&path) {

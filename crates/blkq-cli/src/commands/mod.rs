@@ -212,7 +212,7 @@ mod tests {
     fn the_page_lists_all_settings_with_their_values() {
         let row = |row: &Row| {
             let devices = if row.scope.text().is_empty() { "all" } else { row.scope.text() };
-            format!("| {:<18} | {:<26} | {devices:<29} |\n", format!("`{}`", row.name), row.values())
+            format!("| {:<18} | {:<26} | {devices:<29} |\n", format!("`{}`", row.name), row.values.text())
         };
         let rows: String = Row::sorted_by_name().into_iter().map(row).collect();
         assert!(COMMAND_PAGE.contains(&format!("|\n{rows}\n")), "docs/command.md must contain this:\n{rows}");

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
-use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::control::{Request, call, no_such_device};
 use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::StateFile;
@@ -93,7 +93,7 @@ pub fn take_over<D: Serve>(
         return Err(no_such_device(name));
     }
     dir.wait_for_dying(name);
-    if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
+    if call::<()>(&dir, name, &Request::Ping {})?.is_some() {
         return Err(Failure::new(format!("the daemon is running; to replace it, run `blkq upgrade {name}`")));
     }
     let check_files = |state: &StateFile, options: &AttachOptions| match allow_replaced {
@@ -110,7 +110,7 @@ pub fn take_over<D: Serve>(
             return D::start(start, inherited, parent);
         }
         Found::Remains(_) => {}
-        Found::Busy(busy) => return Err(Failure::new(format!("the device is {}", busy.describe()))),
+        Found::Busy(busy) => return Err(Failure::new(format!("the device is {busy}"))),
         Found::Nothing => return Err(no_such_device(name)),
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;

@@ -1,14 +1,12 @@
 //! `blkq resize`: changes the size of a device in use.
 
 use blkq::units::parse_bytes;
-use blkq_protocol::control::NewSize;
-use blkq_protocol::control::{Request, ask};
+use blkq_protocol::control::{NewSize, Request, ask};
 use blkq_protocol::failure::Outcome;
 use blkq_protocol::state::StateDir;
 
 use crate::commands::detach::check_unopened;
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::DeviceArg;
 use crate::output::print;
 use blkq::units::format_bytes;
 
@@ -23,9 +21,8 @@ Examples:
   blkq resize disk.img 10G
   blkq resize disk.img +10G             # 10 GiB more than the device has")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// The new size, or +SIZE to make the device larger by SIZE [default: the size that the image has now]
     #[arg(value_parser = parse_size, value_name = "[+]SIZE")]
     size: Option<NewSize>,
@@ -36,10 +33,9 @@ pub struct Args {
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
+        let (dir, name) = self.device.find()?;
         let size = resize(&dir, &name, self.size.unwrap_or(NewSize::OfImage), self.force)
-            .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
+            .map_err(|e| e.during(format_args!("resize {}", self.device.word)))?;
         print(&format!("{}\n", format_bytes(size)))
     }
 }

@@ -2,10 +2,8 @@
 
 use blkq_protocol::control::{Request, ask};
 use blkq_protocol::failure::Outcome;
-use blkq_protocol::state::StateDir;
 
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::DeviceArg;
 use crate::output::print;
 
 #[derive(clap::Args, Debug)]
@@ -20,9 +18,8 @@ Examples:
       3 held requests reissued
   blkq resume disk.img --fail           # the clients get the errors")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Fail the held requests with their errors instead of reissuing them
     #[arg(long)]
     fail: bool,
@@ -30,10 +27,9 @@ pub struct Args {
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
+        let (dir, name) = self.device.find()?;
         let held: u64 = ask(&dir, &name, &Request::Resume { fail: self.fail })
-            .map_err(|e| e.during(format_args!("resume {}", self.name)))?;
+            .map_err(|e| e.during(format_args!("resume {}", self.device.word)))?;
         let what = if self.fail { "failed" } else { "reissued" };
         let requests = if held == 1 { "request" } else { "requests" };
         print(&format!("{held} held {requests} {what}\n"))

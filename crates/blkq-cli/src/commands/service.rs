@@ -6,10 +6,11 @@ use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::{Fate, Found, StateDir, check_name};
 
+use super::attach::not_reported;
 use super::recover;
 use crate::config;
 use crate::launch::systemd::{self, unescape_instance};
-use crate::launch::warn;
+use crate::output::warn;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -72,10 +73,10 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
         (None, options) => D::start(Start::New(&options?), inherited, parent)?,
     };
     match daemon.info() {
-        Ok(info) => warn(&info),
+        Ok(info) => warn(&info.name, &info.warnings),
         Err(failure) => {
             daemon.give_up();
-            return Err(Failure::new(format!("{failure}; the device was detached again")));
+            return Err(not_reported(failure));
         }
     }
     Ok(daemon)

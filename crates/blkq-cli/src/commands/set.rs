@@ -43,7 +43,7 @@ fn settings_and_values() -> String {
     let line = |row: &Row| {
         let of = row.scope.text();
         let of = if of.is_empty() { String::new() } else { format!("  (only {of})") };
-        format!("  {:<18}{}{of}\n", row.name, row.values())
+        format!("  {:<18}{}{of}\n", row.name, row.values.text())
     };
     Row::sorted_by_name().into_iter().map(line).collect()
 }

@@ -2,8 +2,7 @@ use std::process::ExitCode;
 
 use blkq_protocol::control::no_such_device;
 use blkq_protocol::failure::{Failure, Outcome, print_error};
-use blkq_protocol::info::backing::shown_path;
-use blkq_protocol::info::{ClientInfo, DeviceInfo};
+use blkq_protocol::info::{ClientInfo, DeviceInfo, shown_path};
 use blkq_protocol::state::{Remains, StateDir};
 
 use crate::commands::commit::shown_progress;
@@ -11,8 +10,7 @@ use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
 use crate::devices::{Entry, device_parser, inspect, named};
 use crate::output::columns::Cell;
-use crate::output::table::{Align, render};
-use crate::output::{for_each, print, print_json};
+use crate::output::{Align, for_each, print, print_json, render};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]

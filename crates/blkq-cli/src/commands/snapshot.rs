@@ -14,8 +14,7 @@ use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::Dispatch;
 use blkq_protocol::control::{Dialogue, Request, Snapshotted, ask};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
-use blkq_protocol::info::backing::{Backing, shown_path};
-use blkq_protocol::info::{DeviceInfo, FileId, RecordedBacking};
+use blkq_protocol::info::{Backing, DeviceInfo, FileId, RecordedBacking, shown_path};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use blkq_protocol::state::StateDir;
 
@@ -23,7 +22,7 @@ use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
 use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::named;
-use crate::output::print_line;
+use crate::output::{print_line, warn};
 use crate::{completion, config};
 
 #[derive(clap::Args, Debug)]
@@ -99,9 +98,7 @@ impl Args {
         for (wanted, done) in done {
             match done {
                 Ok(warnings) => {
-                    warnings.iter().for_each(|why| {
-                        print_error(&Failure::new(format!("{}: warning: {why}", wanted.name)));
-                    });
+                    warn(&wanted.name, &warnings);
                     print_line(&wanted.path.display().to_string())?;
                 }
                 Err(failure) => failures.push(failure.during(format_args!("snapshot {}", wanted.name))),
@@ -324,8 +321,8 @@ impl<'a> Begun<'a> {
 
     /// Lets the daemon freeze the device and write the header and tables of the overlay.
     fn stop(&self) -> Outcome {
-        let file: Vec<_> = self.file.file().map(AsFd::as_fd).into_iter().collect();
-        self.dialogue.step(&file).and_then(|done| done).map_err(|e| self.failed(e))
+        let step = self.dialogue.step(&[self.file.file().as_fd()]);
+        step.and_then(|done| done).map_err(|e| self.failed(e))
     }
 
     /// Checks that the daemon still waits for the last step: it cancels if the other devices take too long.

@@ -6,7 +6,7 @@ use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use blkq_protocol::control::{Called, Request, ask, call, daemon_of};
+use blkq_protocol::control::{Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{DeviceInfo, StateFile};
@@ -14,8 +14,7 @@ use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::StateDir;
 
 use super::recover::attach_options;
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::DeviceArg;
 use crate::launch::session::in_own_session;
 use crate::launch::{Launched, Program, report};
 
@@ -42,9 +41,8 @@ Examples:
   blkq upgrade disk.img
       /dev/ublkb0")]
 pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Let the service manager that started the daemon start the new one
     ///
     /// The old daemon exits with code 3. The service must be configured to restart after it, as blkq@.service
@@ -62,9 +60,8 @@ impl Args {
     /// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
     /// does.
     pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
-        let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
+        let during = |e: Failure| e.during(format_args!("upgrade {}", self.device.word));
+        let (dir, name) = self.device.find()?;
         let info = in_own_session(|| self.hand_over::<D>(&dir, &name)).map_err(during)?;
         report(&info)?;
         Ok(ExitCode::SUCCESS)
@@ -170,7 +167,7 @@ impl DeviceWithoutDaemon<'_> {
         timeout: Duration,
     ) -> Outcome<DeviceInfo> {
         let started = || match call::<DeviceInfo>(dir, self.name, &Request::Show {}) {
-            Ok(Called::Answered(info)) if info.pid != before.pid => Some(info),
+            Ok(Some(info)) if info.pid != before.pid => Some(info),
             _ => None,
         };
         let until = Instant::now() + timeout;

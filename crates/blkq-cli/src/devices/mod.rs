@@ -7,10 +7,9 @@ use std::ffi::OsStr;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use blkq_protocol::control::{Called, Request, call, no_such_device};
+use blkq_protocol::control::{Request, call, no_such_device};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::backing::is_behind;
-use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::info::{DeviceInfo, FileId, is_behind};
 use blkq_protocol::options::Address;
 use blkq_protocol::state::{Fate, Found, Remains, StateDir, check_name};
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -84,13 +83,13 @@ pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
 
 /// Describes the device `name`. Returns `None` if there is no such device.
 pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
-    if let Called::Answered(info) = call::<DeviceInfo>(dir, name, &Request::Show {})? {
+    if let Some(info) = call::<DeviceInfo>(dir, name, &Request::Show {})? {
         // Commands act on the device of this name, even if its daemon was taken over and reports another name.
         return Ok(Some(Entry::Device(Box::new(DeviceInfo { name: name.to_owned(), ..info }))));
     }
     Ok(match dir.inspect(name)? {
         Found::Nothing => None,
-        Found::Busy(busy) => Some(Entry::Silent { name: name.to_owned(), error: busy.describe() }),
+        Found::Busy(busy) => Some(Entry::Silent { name: name.to_owned(), error: busy }),
         Found::Remains(remains) => Some(Entry::Remains(remains)),
     })
 }
@@ -169,7 +168,7 @@ impl Target<'_> {
             })
         };
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
-            Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
+            Ok(Some(info)) => is_at(&info.exports) || is_behind(self.path, &info),
             // If the daemon is dead or does not answer, use its state file.
             _ => dir.read_state(name).is_some_and(|state| {
                 is_at(&state.exports) || self.file.is_some() && FileId::of(state.image_path()) == self.file

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 
 use blkq_protocol::control::{REPLY_BYTES_MAX, Reply};
 use blkq_protocol::daemon::LaunchMessage;
-use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Record};
 
 use crate::launch::descriptors::inherit_standard_only;
-use crate::output::print_line;
+use crate::output::{print_line, warn};
 
 /// How long to wait for the exit of a daemon that failed to start.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -138,14 +138,8 @@ fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
 
 /// Prints the warnings about a new device, and its exports, one per line.
 pub fn report(info: &DeviceInfo) -> Outcome {
-    warn(info);
+    warn(&info.name, &info.warnings);
     info.exports.iter().try_for_each(|export| print_line(export))
-}
-
-pub fn warn(info: &DeviceInfo) {
-    for warning in &info.warnings {
-        print_error(&Failure::new(format!("{}: warning: {warning}", info.name)));
-    }
 }
 
 fn failure(error: std::io::Error) -> Failure {

@@ -3,11 +3,10 @@
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::DeviceInfo;
-use blkq_protocol::info::backing::{Backing, shown_path};
+use blkq_protocol::info::{Backing, DeviceInfo, shown_path};
 use serde_json::Value;
 
-use crate::output::table::Align;
+use crate::output::Align;
 use blkq::units::format_bytes;
 
 #[derive(Clone, PartialEq, Eq, Debug)]

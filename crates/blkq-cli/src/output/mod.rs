@@ -1,7 +1,7 @@
 //! The standard output of commands, and the exit code of those that act on several devices.
 
 pub mod columns;
-pub mod table;
+mod table;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -30,6 +30,11 @@ pub fn print_line(text: &str) -> Outcome {
 pub fn print_json(value: &impl serde::Serialize) -> Outcome {
     let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("cannot encode JSON: {e}")))?;
     print(&format!("{line}\n"))
+}
+
+/// Prints warnings about the device `name` on standard error.
+pub fn warn(name: &str, warnings: &[String]) {
+    warnings.iter().for_each(|why| print_error(&Failure::new(format!("{name}: warning: {why}"))));
 }
 
 /// Calls `what` for each element, even if it failed for earlier ones. Failures are printed immediately, and

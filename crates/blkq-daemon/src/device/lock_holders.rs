@@ -5,10 +5,9 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use blkq_protocol::info::backing::Window;
-use blkq_protocol::info::{FileId, StateFile};
+use blkq_protocol::info::{FileId, StateFile, Window};
 use blkq_protocol::options::Format;
-use blkq_protocol::state::{StateDir, is_process_dying};
+use blkq_protocol::state::{ProcessState, StateDir};
 
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
@@ -69,7 +68,7 @@ pub fn daemons(dir: &StateDir) -> Vec<u32> {
 pub fn has_running_holder(processes: &[u32], path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     let Some(file) = FileId::of(path) else { return false };
     let is_holder = holder_check(path, file, Window { offset, size_limit });
-    processes.iter().any(|pid| is_holder(*pid) && !is_process_dying(&pid.to_string()))
+    processes.iter().any(|pid| is_holder(*pid) && ProcessState::of(*pid) != ProcessState::Dying)
 }
 
 /// Whether the block device at `path` is mounted, or part of another block device.

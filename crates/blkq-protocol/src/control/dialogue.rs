@@ -3,16 +3,15 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, not_accepting, receive,
+    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, is_readable, not_accepting, receive,
     receive_with_file, refused, send,
 };
 use crate::failure::{Failure, Outcome};
@@ -106,8 +105,7 @@ impl Dialogue {
 
     /// The daemon has not replied since the last step, and has not closed the connection.
     pub fn is_waiting(&self) -> bool {
-        let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
+        !is_readable(&self.stream, Some(Instant::now()))
     }
 
     /// The outer result fails if no reply arrives; then it is unknown how far the daemon got. The inner

@@ -3,13 +3,13 @@
 
 pub mod bitmaps;
 mod dialogue;
-mod resize;
 pub mod statistics;
 mod stopped;
 
 pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
 
 use std::ffi::OsStr;
+use std::fmt::{self, Display, Formatter};
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -17,6 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use blkq::units::format_bytes;
 use blkq_export::peer::Peer;
 use rustix::io::retry_on_intr;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
@@ -31,7 +32,6 @@ use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir};
-pub use resize::NewSize;
 pub use stopped::is_readable;
 use stopped::{Stopped, connect, wait_for};
 
@@ -128,6 +128,39 @@ pub enum Request {
     },
 }
 
+/// A size that `blkq resize` accepts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NewSize {
+    OfImage,
+    Bytes(u64),
+    LargerBy(u64),
+}
+
+impl NewSize {
+    /// The size in bytes of a device whose size is `now`; `None` means the size of its image. Fails if the
+    /// size exceeds 64 bits.
+    pub fn bytes(self, now: u64) -> Outcome<Option<u64>> {
+        match self {
+            NewSize::OfImage => Ok(None),
+            NewSize::Bytes(bytes) => Ok(Some(bytes)),
+            NewSize::LargerBy(bytes) => now.checked_add(bytes).map(Some).ok_or_else(|| {
+                let (now, bytes) = (format_bytes(now), format_bytes(bytes));
+                Failure::new(format!("{now} and {bytes} more exceed the maximum size of a device"))
+            }),
+        }
+    }
+}
+
+impl Display for NewSize {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            NewSize::OfImage => f.write_str("to the size of the image"),
+            NewSize::Bytes(bytes) => write!(f, "to {} ({bytes} bytes)", format_bytes(*bytes)),
+            NewSize::LargerBy(bytes) => write!(f, "by {} ({bytes} bytes)", format_bytes(*bytes)),
+        }
+    }
+}
+
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply<T> {
@@ -159,13 +192,6 @@ pub fn parse_request(line: &[u8]) -> Outcome<Request> {
     serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
 }
 
-#[derive(Debug)]
-pub enum Called<T> {
-    Answered(T),
-    /// No daemon listens under this name.
-    Nobody,
-}
-
 #[derive(Clone, Copy, Debug)]
 struct StopTimeouts {
     /// After this time the client prints what it waits for.
@@ -179,8 +205,9 @@ const STOP_TIMEOUTS: StopTimeouts =
     StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
 
 /// Sends a request to the daemon of `name`. If the request stops the daemon, also waits until its process has
-/// exited. Fails with the daemon's error, or if the daemon does not answer or stop in time.
-pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
+/// exited. Returns `None` if no daemon listens under this name. Fails with the daemon's error, or if the daemon does
+/// not answer or stop in time.
+pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Option<T>> {
     call_with(dir, name, request, STOP_TIMEOUTS, |what| {
         print_error(&Failure::new(format!("{name}: waiting for {what}")));
     })
@@ -193,7 +220,7 @@ fn call_with<T: DeserializeOwned>(
     request: &Request,
     timeouts: StopTimeouts,
     report: impl FnMut(&str),
-) -> Outcome<Called<T>> {
+) -> Outcome<Option<T>> {
     let log = dir.file(name, ".log");
     let hangs = |pid: Option<Pid>, why: &str| {
         let of = pid.map(|pid| format!(" (pid {})", pid.as_raw_nonzero())).unwrap_or_default();
@@ -203,7 +230,7 @@ fn call_with<T: DeserializeOwned>(
     let stream = match connect(dir, name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-            return Ok(Called::Nobody);
+            return Ok(None);
         }
         Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
         Err(e) => {
@@ -214,6 +241,7 @@ fn call_with<T: DeserializeOwned>(
     // The process that listens, as the kernel recorded it. Its exit is observed through the pidfd.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    let exits_soon = |daemon: &OwnedFd| is_readable(daemon, Some(Instant::now() + DYING_WAIT));
     let asks =
         matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {} | Request::Bitmaps {});
     let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
@@ -227,8 +255,8 @@ fn call_with<T: DeserializeOwned>(
     let reply = match reply {
         // The daemon was killed, and its threads exit one after the other. Only requests without side effects
         // count as unanswered: whether a change was made is unknown.
-        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits) => {
-            return Ok(Called::Nobody);
+        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits_soon) => {
+            return Ok(None);
         }
         reply => reply,
     };
@@ -247,7 +275,7 @@ fn call_with<T: DeserializeOwned>(
             {
                 return Err(not_stopped(dir, name, pid, timeouts.forced));
             }
-            Ok(Called::Answered(value))
+            Ok(Some(value))
         }
         Reply::Error(message) => Err(refused(name, &message)),
     }
@@ -392,11 +420,6 @@ fn is_cut_off(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Whether a process that was killed exits within [`DYING_WAIT`].
-fn exits(process: &OwnedFd) -> bool {
-    is_readable(process, Some(Instant::now() + DYING_WAIT))
-}
-
 /// As [`call`], for a `name` that the user gave. Also fails if no such device exists, its daemon was killed or
 /// crashed, or its daemon does not accept commands.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
@@ -407,7 +430,7 @@ pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -
 pub fn not_accepting(dir: &StateDir, name: &str) -> Failure {
     // A text that is not a valid name must not become part of a path.
     match crate::state::check_name(name).is_ok().then(|| dir.inspect(name)) {
-        Some(Ok(Found::Busy(busy))) => Failure::new(format!("{name}: the device is {}", busy.describe())),
+        Some(Ok(Found::Busy(busy))) => Failure::new(format!("{name}: the device is {busy}")),
         _ => no_such_device(name),
     }
 }
@@ -419,17 +442,16 @@ pub fn ask_if_there<T: DeserializeOwned>(
     request: &Request,
 ) -> Outcome<Option<T>> {
     // A text that is not a valid name, for example "../x", must not become part of a path.
-    if crate::state::check_name(name).is_ok() {
-        match call(dir, name, request)? {
-            Called::Answered(answer) => return Ok(Some(answer)),
-            Called::Nobody => {
-                if let Found::Remains(remains) = dir.inspect(name)? {
-                    return Err(remains.failure());
-                }
-            }
-        }
+    if crate::state::check_name(name).is_err() {
+        return Ok(None);
     }
-    Ok(None)
+    match call(dir, name, request)? {
+        None => match dir.inspect(name)? {
+            Found::Remains(remains) => Err(remains.failure()),
+            _ => Ok(None),
+        },
+        answer => Ok(answer),
+    }
 }
 
 pub fn no_such_device(name: &str) -> Failure {

@@ -111,25 +111,23 @@ pub struct Throttle {
     pub weight: u32,
 }
 
-/// The sums over all NBD servers of the device.
+/// The clients of an export, summed up over all its servers.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Nbd {
+pub struct Clients<C> {
+    /// How many are connected now; of vhost-user-blk, 0 or 1.
     pub connected: u64,
     #[serde(flatten)]
-    pub counters: NbdCounters,
+    pub counters: C,
 }
 
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct VhostUser {
-    /// Number of connected front ends: 0 or 1.
-    pub connected: u64,
-    #[serde(flatten)]
-    pub counters: VhostUserCounters,
-}
+pub type Nbd = Clients<NbdCounters>;
+pub type VhostUser = Clients<VhostUserCounters>;
 
-impl VhostUser {
-    pub fn since(&self, earlier: &VhostUser) -> VhostUser {
-        VhostUser { connected: self.connected, counters: self.counters.since(&earlier.counters) }
+impl<C: Clone> Clients<C> {
+    /// The difference to `earlier`, by `since` of the counters.
+    pub fn since(&self, earlier: Option<&Clients<C>>, since: fn(&C, &C) -> C) -> Clients<C> {
+        let counters = earlier.map(|earlier| since(&self.counters, &earlier.counters));
+        Clients { counters: counters.unwrap_or_else(|| self.counters.clone()), connected: self.connected }
     }
 }
 
@@ -142,12 +140,6 @@ impl Gate {
             grants: self.grants.saturating_sub(earlier.grants),
             ..self.clone()
         }
-    }
-}
-
-impl Nbd {
-    pub fn since(&self, earlier: &Nbd) -> Nbd {
-        Nbd { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
 }
 

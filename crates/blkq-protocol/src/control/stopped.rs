@@ -10,7 +10,7 @@ use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::state::{StateDir, is_process_stopped};
+use crate::state::{ProcessState, StateDir};
 
 /// How often the state of a silent process is checked. Two checks in a row must find it stopped.
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -51,7 +51,7 @@ pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Resul
         if until.is_some_and(|until| Instant::now() >= until) {
             return Ok(false);
         }
-        let stopped = pid.filter(|pid| is_process_stopped(*pid));
+        let stopped = pid.filter(|pid| ProcessState::of(*pid) == ProcessState::Stopped);
         if let Some(pid) = stopped.filter(|_| was_stopped) {
             return Err(io::Error::other(Stopped { pid }));
         }
@@ -80,7 +80,7 @@ pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Resu
     if !is_full(&connected) {
         return connected;
     }
-    match dir.holder(name).filter(|pid| is_process_stopped(*pid)) {
+    match dir.holder(name).filter(|pid| ProcessState::of(*pid) == ProcessState::Stopped) {
         Some(pid) => Err(io::Error::other(Stopped { pid })),
         None => dir.connect(name, timeout),
     }

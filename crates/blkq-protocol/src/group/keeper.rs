@@ -1,13 +1,11 @@
 //! Repairs a group: each member checks regularly whether the file was truncated or overwritten.
 
-use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::throttle::{Group, Member, RateLimits};
 use blkq::{Disk, PeriodicThread};
-use blkq_export::mapping::Mapping;
 use rustix::fs::ftruncate;
 
 use super::{Joined, has_room, lock_whole, map, unlock, used_slots};
@@ -18,14 +16,9 @@ const STACK_BYTES: usize = 128 << 10;
 
 /// A member's knowledge of its group, which is enough to repair the file.
 pub struct Keeper {
-    name: String,
-    device: String,
+    joined: Joined,
     /// The name of the device as stored in the group, where it may be truncated.
     listed: String,
-    file: Arc<File>,
-    slot: usize,
-    boot: [u64; 2],
-    mapping: Arc<Mapping>,
     /// The limits and the weight at the last check that found no damage.
     limits: RateLimits,
     weight: u32,
@@ -39,33 +32,30 @@ pub struct Repaired {
 
 impl Keeper {
     pub(super) fn new(joined: &Joined, member: &Member) -> Keeper {
-        let Joined { name, device, file, slot, boot, mapping } = joined;
         let group = member.group();
         let limits = group.limits().map_or_else(RateLimits::default, |(_, limits)| limits);
-        let listed = group.member(*slot).map_or_else(|| device.clone(), |member| member.name);
-        let (name, device, weight) = (name.clone(), device.clone(), member.weight());
-        let (file, mapping) = (file.clone(), mapping.clone());
-        Keeper { name, device, listed, file, slot: *slot, boot: *boot, mapping, limits, weight }
+        let listed = group.member(joined.slot).map_or_else(|| joined.device.clone(), |member| member.name);
+        Keeper { joined: joined.clone(), listed, limits, weight: member.weight() }
     }
 
     /// Returns the damage to the group of `member`, if there is any. Otherwise remembers the limits and the
     /// weight.
     fn damage(&mut self, member: &Member) -> Option<&'static str> {
         // The size is checked before the memory is read, because truncated pages would be lost.
-        if self.file.metadata().is_ok_and(|metadata| metadata.size() != Group::BYTES as u64) {
+        if self.joined.file.metadata().is_ok_and(|metadata| metadata.size() != Group::BYTES as u64) {
             return Some("its file was truncated or extended");
         }
-        if self.mapping.is_broken() {
+        if self.joined.mapping.is_broken() {
             return Some("its file was truncated");
         }
         let group = member.group();
-        let slot = group.member(self.slot);
+        let slot = group.member(self.joined.slot);
         match (group.check(), slot) {
             (Ok(limits), Some(slot)) if slot.name == self.listed => {
                 (self.limits, self.weight) = (limits, slot.weight);
                 None
             }
-            _ if self.mapping.is_broken() => Some("its file was truncated"),
+            _ if self.joined.mapping.is_broken() => Some("its file was truncated"),
             (Err(_), _) => Some("its file was overwritten"),
             (Ok(_), _) => Some("its list of members was overwritten"),
         }
@@ -75,55 +65,59 @@ impl Keeper {
     /// now, because another command has locked it or its file cannot be written. Also fails if the file was
     /// removed; `blkq group` removes only groups without members.
     pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
-        if self.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
-            let name = &self.name;
+        if self.joined.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
+            let name = &self.joined.name;
             return Err(Failure::new(format!(
                 "its file was removed, so that only its current members share the limits; create it again with `blkq \
                  group set {name} LIMITS`, then run `blkq upgrade {device}`, or detach the device and attach it again",
-                device = self.device
+                device = self.joined.device
             )));
         }
         // A change in progress looks like damage. Once the lock is acquired, the change is complete.
         if self.damage(member).is_none() {
             return Ok(None);
         }
-        lock_whole(&self.file, &self.name, true)?;
+        lock_whole(&self.joined.file, &self.joined.name, true)?;
         let repaired = self.repair(member);
-        unlock(&self.file);
+        unlock(&self.joined.file);
         repaired
     }
 
     fn repair(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
         let Some(damage) = self.damage(member) else { return Ok(None) };
-        let failed = |e: std::io::Error| Failure::new(format!("group {}: {e}", self.name));
+        let failed = |e: std::io::Error| Failure::new(format!("group {}: {e}", self.joined.name));
         // The first member that gets the lock repairs the file for all members.
-        let mut is_first = self.file.metadata().map_err(failed)?.size() != Group::BYTES as u64;
+        let mut is_first = self.joined.file.metadata().map_err(failed)?.size() != Group::BYTES as u64;
         if is_first {
-            ftruncate(&*self.file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
+            ftruncate(&*self.joined.file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
         // This process sees zeroes of its own instead of pages that were truncated, so it must map the file
         // again.
-        let is_broken = self.mapping.is_broken();
+        let is_broken = self.joined.mapping.is_broken();
         let group = if is_broken {
-            let (group, mapping) = map(&self.name, &self.file)?;
-            self.mapping = mapping;
+            let (group, mapping) = map(&self.joined.name, &self.joined.file)?;
+            self.joined.mapping = mapping;
             group
         } else {
             member.group().clone()
         };
         if !group.is_group() {
             is_first = true;
-            group.reset(self.boot, used_slots(&self.file).max(self.slot + 1), &self.limits);
+            group.reset(
+                self.joined.boot,
+                used_slots(&self.joined.file).max(self.joined.slot + 1),
+                &self.limits,
+            );
         }
         if is_first || group.check().is_err() {
             group.set_limits(&self.limits);
         }
-        let is_there = group.member(self.slot).is_some_and(|slot| slot.name == self.listed);
+        let is_there = group.member(self.joined.slot).is_some_and(|slot| slot.name == self.listed);
         let member = match is_broken || !is_there {
-            true => Some(group.join(self.slot, &self.device, self.weight)?),
+            true => Some(group.join(self.joined.slot, &self.joined.device, self.weight)?),
             false => None,
         };
-        has_room(&self.name, &self.mapping)?;
+        has_room(&self.joined.name, &self.joined.mapping)?;
         Ok(Some(Repaired { member, damage }))
     }
 }
@@ -151,14 +145,14 @@ impl GroupWatch {
                 Ok(None) => None,
                 Ok(Some(Repaired { member, damage })) => {
                     member.into_iter().for_each(|member| disk.join_group(member));
-                    let Keeper { name, limits, .. } = &keeper;
+                    let Keeper { joined: Joined { name, .. }, limits, .. } = &keeper;
                     log(&format!("group {name}: {damage}; repaired, with limits {limits}"));
                     None
                 }
                 Err(failure) => Some(failure.to_string()),
             };
             if let Some(why) = now.as_ref().filter(|_| now != failed) {
-                log(&format!("group {} is damaged and cannot be repaired now: {why}", keeper.name));
+                log(&format!("group {} is damaged and cannot be repaired now: {why}", keeper.joined.name));
             }
             failed = now;
             INTERVAL
@@ -170,7 +164,7 @@ impl GroupWatch {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
     use std::os::unix::fs::FileExt;
     use std::sync::mpsc::channel;
 

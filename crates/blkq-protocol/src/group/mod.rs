@@ -12,11 +12,12 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
+use blkq::sync::lock;
 use blkq::throttle::{Group, MEMBERS_MAX, Member, MemberInfo, RateLimits};
 use blkq_export::mapping::Mapping;
 use rustix::fs::{FlockOperation, OFlags, flock, ftruncate};
@@ -45,7 +46,8 @@ pub struct GroupFile {
     mapping: Arc<Mapping>,
 }
 
-/// The membership of a device. It owns its slot until this is dropped.
+/// The membership of a device. It owns its slot until this and its clones are dropped.
+#[derive(Clone)]
 pub struct Joined {
     name: String,
     device: String,
@@ -305,16 +307,12 @@ impl Membership {
     }
 
     pub fn group(&self) -> Option<String> {
-        self.lock().as_ref().map(|joined| joined.name.clone())
+        lock(&self.0).as_ref().map(|joined| joined.name.clone())
     }
 
     /// The slot in the previous group becomes free.
     pub fn replace(&self, joined: Option<Joined>) {
-        *self.lock() = joined;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Joined>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.0) = joined;
     }
 }
 

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export, Format, Record};
 
+pub use backing::{Backing, Window, fact, is_behind, shown_path};
 pub use file_id::{FileId, RecordedBacking};
 
 /// A device, as the daemon describes it. Sizes are in bytes.
@@ -145,12 +146,8 @@ impl StateFile {
     /// device can be recovered: the front end reconnects to the next daemon, and has the record of the
     /// requests in flight. Fails if this program does not understand an option.
     pub fn guest_options(&self) -> Outcome<Option<AttachOptions>> {
-        let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
-        let mut options = record.read()?;
-        options.name = Some(self.name.clone());
-        // A RAM disk is lost with its daemon.
-        let is_kept = !matches!(options.image, DriverSpec::Ram(_));
-        Ok((is_kept && options.exports.contains(&Export::VhostUserBlk)).then_some(options))
+        let options = self.recoverable_options()?;
+        Ok(options.filter(|options| options.exports.contains(&Export::VhostUserBlk)))
     }
 }
 

@@ -20,38 +20,30 @@ impl AttachOptions {
     /// All mistakes in the options, regardless of the image and the kernel, with hints.
     pub fn mistakes(&self) -> Vec<Failure> {
         let asked = |export| self.exports.contains(&export);
-        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
-        let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
-        let of_vhost = [
-            (
-                self.vhost_socket.is_some(),
-                "--vhost-socket is for vhost-user-blk; add --export vhost-user-blk, or omit it",
-            ),
-            (
-                self.register_memory,
-                "--register-memory is for vhost-user-blk; add --export vhost-user-blk, or omit it",
-            ),
-        ];
-        let of_sockets = [
-            (
-                (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket,
-                "--socket-mode and --socket-group apply to the sockets of --listen unix:PATH and --vhost-socket; add one of these options, with a path outside of the state directory, which only its owner can enter",
-            ),
-            (
-                matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none(),
-                "--tls needs certificates; add --tls-certificates DIR (docs/nbd.md)",
-            ),
-        ];
-        let made = |(_, text): &(bool, &str)| Failure::new(text);
         let mut mistakes = self.invalid_values();
         if !self.exports.is_empty() {
             mistakes.extend(self.mistakes_of_exports(asked(Export::Nbd), asked(Export::Ublk)));
         }
         if !asked(Export::VhostUserBlk) {
-            mistakes.extend(of_vhost.iter().filter(|(given, _)| *given).map(made));
+            let of_vhost = [
+                (self.vhost_socket.is_some(), "--vhost-socket"),
+                (self.register_memory, "--register-memory"),
+            ];
+            mistakes
+                .extend(given(&of_vhost, "is for vhost-user-blk; add --export vhost-user-blk, or omit it"));
         }
         mistakes.extend(self.mistakes_of_image());
-        mistakes.extend(of_sockets.iter().filter(|(wrong, _)| *wrong).map(made));
+        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
+        let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
+        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket {
+            mistakes.push(Failure::new(
+                "--socket-mode and --socket-group apply to the sockets of --listen unix:PATH and --vhost-socket; add one of these options, with a path outside of the state directory, which only its owner can enter",
+            ));
+        }
+        if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
+            let hint = "--tls needs certificates; add --tls-certificates DIR (docs/nbd.md)";
+            mistakes.push(Failure::new(hint));
+        }
         mistakes
     }
 
@@ -120,18 +112,14 @@ impl AttachOptions {
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
         if !nbd {
-            let given = of_nbd.iter().filter(|(given, _)| *given).map(|(_, option)| (*option).to_owned());
-            let for_nbd = |option| Failure::new(format!("{option} is for NBD; add --export nbd, or omit it"));
-            mistakes.extend(given.chain(self.nbd_switches_off()).map(for_nbd));
+            let rule = "is for NBD; add --export nbd, or omit it";
+            mistakes.extend(given(&of_nbd, rule));
+            // All settings of NBD are switches that are on by default.
+            let is_off = |row: &&Row| self.setting(row.key).is_some_and(|setting| setting.value() == "off");
+            let switches = ROWS.iter().filter(|row| row.scope == Scope::Nbd).filter(is_off);
+            mistakes.extend(switches.map(|row| Failure::new(format!("--no-{} {rule}", row.name))));
         }
         mistakes
-    }
-
-    /// The options that turn off settings of NBD, all of which are switches that are on by default.
-    fn nbd_switches_off(&self) -> impl Iterator<Item = String> {
-        let of_nbd = ROWS.iter().filter(|row| row.scope == Scope::Nbd);
-        let is_off = |row: &&Row| self.setting(row.key).is_some_and(|setting| setting.value() == "off");
-        of_nbd.filter(is_off).map(|row| format!("--no-{}", row.name))
     }
 
     fn mistakes_of_image(&self) -> Vec<Failure> {
@@ -142,10 +130,7 @@ impl AttachOptions {
             (self.ceph_user.is_some(), "--ceph-user"),
         ];
         if !matches!(self.image, DriverSpec::Rbd(_)) {
-            let given = of_ceph.iter().filter(|(given, _)| *given);
-            mistakes.extend(
-                given.map(|(_, option)| Failure::new(format!("{option} is for rbd:POOL/IMAGE; omit it"))),
-            );
+            mistakes.extend(given(&of_ceph, "is for rbd:POOL/IMAGE; omit it"));
         }
         if let Some(Err(rule)) = self.ceph_user.as_deref().map(parse_ceph_user) {
             mistakes.push(Failure::new(format!("--ceph-user: {rule}")));
@@ -176,38 +161,36 @@ impl AttachOptions {
             (self.format.is_some(), "--format"),
             (self.backing_chain != Backing::default(), "--backing-chain"),
         ];
-        let given = of_images.iter().filter(|(given, _)| *given);
-        mistakes.extend(given.map(|(_, option)| {
-            Failure::new(format!(
-                "{option} is for image files, and {} is not one; omit it",
-                image_text(&self.image)
-            ))
-        }));
+        let rule = format!("is for image files, and {} is not one; omit it", image_text(&self.image));
+        mistakes.extend(given(&of_images, &rule));
         mistakes
     }
 
     fn mistakes_of_format(&self) -> Vec<Failure> {
-        if !matches!(self.format, Some(Format::Qcow2 | Format::Auto)) {
-            return match self.backing_chain == Backing::default() {
-                true => Vec::new(),
-                false => vec![Failure::new("--backing-chain is for qcow2; add --format qcow2, or omit it")],
-            };
+        match self.format {
+            Some(Format::Qcow2) => {}
+            Some(Format::Raw) | None if self.backing_chain != Backing::default() => {
+                return vec![Failure::new("--backing-chain is for qcow2; add --format qcow2, or omit it")];
+            }
+            Some(Format::Raw | Format::Auto) | None => return Vec::new(),
         }
         let of_raw = [
             (self.offset != 0, "--offset"),
             (self.size_limit.is_some(), "--size-limit"),
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
         ];
-        let is_qcow2 = self.format == Some(Format::Qcow2);
-        let given = of_raw.iter().filter(|(given, _)| *given && is_qcow2);
-        let mut mistakes: Vec<Failure> = given
-            .map(|(_, option)| Failure::new(format!("{option} is for raw images, not qcow2; omit it")))
-            .collect();
-        if is_qcow2 && (self.queues > 1 || self.threads_per_queue > 1) {
+        let mut mistakes = given(&of_raw, "is for raw images, not qcow2; omit it");
+        if self.queues > 1 || self.threads_per_queue > 1 {
             mistakes.push(Failure::new(
                 "a qcow2 image is served with one queue and one thread; attach the device without --queues and --threads-per-queue",
             ));
         }
         mistakes
     }
+}
+
+/// A failure for each of the `options` that is given: its name and the `rule`.
+fn given(options: &[(bool, &str)], rule: &str) -> Vec<Failure> {
+    let given = options.iter().filter(|(given, _)| *given);
+    given.map(|(_, option)| Failure::new(format!("{option} {rule}"))).collect()
 }

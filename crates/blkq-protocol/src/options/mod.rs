@@ -34,7 +34,7 @@ use crate::failure::{Failure, Outcome};
 use declare::attach_options;
 pub use record::Record;
 pub use setting_groups::{SettingGroups, is_removed, with_write_access};
-use syntax::Values;
+pub use syntax::Values;
 pub use values::{
     Address, Backing, Copying, Export, Format, NO_GROUP, PartitionScan, SectorSize, Tls, image_text,
     parse_group_name, parse_listen, parse_new_group_name,
@@ -315,7 +315,8 @@ pub struct Row {
     pub name: &'static str,
     pub scope: Scope,
     pub implementer: Implementer,
-    values: Values,
+    /// The values, for the help text.
+    pub values: Values,
     parse: fn(&str) -> Outcome<Setting>,
 }
 
@@ -363,11 +364,6 @@ impl Row {
         let mut rows: Vec<&Row> = ROWS.iter().collect();
         rows.sort_unstable_by_key(|row| row.name);
         rows
-    }
-
-    /// Describes the values for the help text.
-    pub fn values(&self) -> String {
-        self.values.text()
     }
 
     /// The error lists the valid values.

@@ -23,13 +23,13 @@ pub(super) struct Syntax<T: 'static> {
 
 /// Describes the values of a setting for the help text.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Values {
+pub enum Values {
     Names(&'static [Described]),
     Text(&'static str),
 }
 
 impl Values {
-    pub(super) fn text(self) -> String {
+    pub fn text(self) -> String {
         match self {
             Values::Names(names) => names.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", "),
             Values::Text(text) => text.to_owned(),

@@ -129,25 +129,26 @@ pub enum Tls {
 
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[repr(u32)]
 pub enum SectorSize {
     /// 512 bytes
     #[value(name = "512")]
     #[serde(rename = "512")]
-    Bytes512,
+    Bytes512 = 512,
     /// 1024 bytes
     #[value(name = "1024")]
     #[serde(rename = "1024")]
-    Bytes1024,
+    Bytes1024 = 1024,
     /// 2048 bytes
     #[value(name = "2048")]
     #[serde(rename = "2048")]
-    Bytes2048,
+    Bytes2048 = 2048,
     /// 4096 bytes
     #[value(name = "4096")]
     #[serde(rename = "4096")]
-    Bytes4096,
+    Bytes4096 = 4096,
     /// The smallest size that works
-    Auto,
+    Auto = 0,
 }
 
 impl SectorSize {
@@ -165,18 +166,12 @@ impl SectorSize {
 
     /// `None` if the driver chooses the size.
     pub fn bytes(self) -> Option<u32> {
-        match self {
-            SectorSize::Bytes512 => Some(512),
-            SectorSize::Bytes1024 => Some(1024),
-            SectorSize::Bytes2048 => Some(2048),
-            SectorSize::Bytes4096 => Some(4096),
-            SectorSize::Auto => None,
-        }
+        Some(self as u32).filter(|bytes| *bytes != 0)
     }
 }
 
 /// A value of an option, with its description in the help.
-pub(super) type Described = (&'static str, &'static str);
+pub type Described = (&'static str, &'static str);
 
 pub(super) const DIRECT_IO: &[Described] = &[
     ("on", "Always; the attach fails if the image does not allow it"),

@@ -1,7 +1,7 @@
 //! Daemons that are exiting but still have I/O in flight, for example after SIGKILL.
 
-use std::fs;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use super::StateDir;
 
@@ -9,16 +9,53 @@ use super::StateDir;
 /// and then for the image to become free.
 pub const DYING_WAIT: Duration = Duration::from_secs(30);
 
+/// How far a process is on its way to the exit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ProcessState {
+    Running,
+    /// Stopped by a signal. A process that a debugger has stopped counts as running.
+    Stopped,
+    /// One of its threads has exited, or SIGKILL is pending. The kernel may not have closed its files yet.
+    Dying,
+    /// There is no such process, or only a zombie without other threads: it has no open files, no matter how late its
+    /// parent waits for it.
+    Exited,
+}
+
+impl ProcessState {
+    /// The state of the process `pid`. A process that this one is not permitted to inspect counts as running.
+    pub fn of(pid: u32) -> ProcessState {
+        let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}"));
+        match read("status") {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => ProcessState::Running,
+            status => ProcessState::parse(&status.unwrap_or_default(), &read("stat").unwrap_or_default()),
+        }
+    }
+
+    /// `status` is the text of proc_pid_status(5), `stat` that of proc_pid_stat(5).
+    fn parse(status: &str, stat: &str) -> ProcessState {
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
+        let is_killed = |signals| u64::from_str_radix(field(signals), 16).is_ok_and(|set| set >> 8 & 1 != 0);
+        match field("State:").chars().next() {
+            None => ProcessState::Exited,
+            Some('Z' | 'X') if field("Threads:") == "1" => ProcessState::Exited,
+            Some('Z' | 'X') => ProcessState::Dying,
+            _ if is_killed("SigPnd:") || is_killed("ShdPnd:") || is_exiting(stat) => ProcessState::Dying,
+            Some('T') => ProcessState::Stopped,
+            _ => ProcessState::Running,
+        }
+    }
+}
+
 impl StateDir {
     /// The process that holds the name, as recorded in its lock file.
     pub fn holder(&self, name: &str) -> Option<u32> {
         fs::read_to_string(self.file(name, ".lock")).ok()?.trim().parse().ok()
     }
 
-    /// Whether the daemon of `name` is dying ([`is_process_dying`]). It may have I/O in flight.
+    /// Whether the daemon of `name` is dying. It may have I/O in flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
-        let pid = fs::read_to_string(self.file(name, ".lock")).ok();
-        pid.is_some_and(|pid| is_process_dying(&pid))
+        self.holder(name).is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying)
     }
 
     /// Waits until the daemon of `name`, if it was killed, has exited; at most [`DYING_WAIT`].
@@ -28,48 +65,6 @@ impl StateDir {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-}
-
-/// Whether the whole process has exited and is a zombie only because its parent has not waited for it. The
-/// kernel has closed all its files.
-pub(super) fn has_exited(pid: u32) -> bool {
-    is_exited(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
-}
-
-/// Whether a signal has stopped the process. A process that a debugger has stopped does not count.
-pub fn is_process_stopped(pid: u32) -> bool {
-    is_stopped(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
-}
-
-fn is_stopped(status: &str) -> bool {
-    field(status, "State:").starts_with('T')
-}
-
-fn field<'a>(status: &'a str, name: &str) -> &'a str {
-    status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim()
-}
-
-fn is_exited(status: &str) -> bool {
-    field(status, "State:").starts_with(['Z', 'X']) && field(status, "Threads:") == "1"
-}
-
-/// Whether the process whose ID is the text of a lock or pid file is exiting or was killed, and has not
-/// exited yet.
-pub fn is_process_dying(pid: &str) -> bool {
-    let Ok(pid) = pid.trim().parse::<u32>() else { return false };
-    let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-    is_dying(&of_process("status"), &of_process("stat"))
-}
-
-/// Whether `status` (proc_pid_status(5)) and `stat` (proc_pid_stat(5)) describe a process that is exiting:
-/// one of its threads has exited, or SIGKILL is pending. A zombie without other threads does not count: it
-/// has no open files, no matter how late its parent waits for it.
-fn is_dying(status: &str, stat: &str) -> bool {
-    let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
-    if field(status, "State:").starts_with(['Z', 'X']) {
-        return !is_exited(status);
-    }
-    killed(field(status, "SigPnd:")) || killed(field(status, "ShdPnd:")) || is_exiting(stat)
 }
 
 /// Whether `stat` (proc_pid_stat(5)) shows that the main thread is exiting.
@@ -96,14 +91,22 @@ mod tests {
             format!("Name:\tblkq\nState:\t{state}\nThreads:\t{threads}\nSigPnd:\t{own}\nShdPnd:\t{shared}\n")
         };
         let none = "0000000000000000";
-        assert!(!is_dying(&status("S (sleeping)", 4, none, none), "") && !is_dying("", ""));
-        assert!(!is_dying(&status("T (stopped)", 4, none, "0000000000004200"), ""));
-        assert!(is_stopped(&status("T (stopped)", 4, none, none)));
-        assert!(!is_stopped(&status("t (tracing stop)", 4, none, none)) && !is_stopped(""));
-        assert!(is_dying(&status("Z (zombie)", 4, none, none), ""));
-        assert!(!is_dying(&status("Z (zombie)", 1, none, "0000000000000100"), ""));
-        assert!(is_dying(&status("D (disk sleep)", 4, "0000000000000100", none), ""));
-        assert!(is_dying(&status("D (disk sleep)", 1, none, "0000000000004100"), ""));
+        use ProcessState::{Dying, Exited, Running, Stopped};
+        for (state, threads, own, shared, expected) in [
+            ("S (sleeping)", 4, none, none, Running),
+            ("T (stopped)", 4, none, "0000000000004200", Stopped),
+            ("T (stopped)", 4, none, none, Stopped),
+            ("t (tracing stop)", 4, none, none, Running),
+            ("Z (zombie)", 4, none, none, Dying),
+            ("Z (zombie)", 1, none, "0000000000000100", Exited),
+            ("D (disk sleep)", 4, "0000000000000100", none, Dying),
+            ("D (disk sleep)", 1, none, "0000000000004100", Dying),
+        ] {
+            let status = status(state, threads, own, shared);
+            assert_eq!(ProcessState::parse(&status, ""), expected, "{status}");
+        }
+        assert_eq!(ProcessState::parse("", ""), Exited);
+        assert_eq!(ProcessState::of(std::process::id()), Running);
         let own = fs::read_to_string("/proc/self/stat").unwrap();
         assert!(!is_exiting(&own) && !is_exiting(""));
         assert!(is_exiting("7 (a) b) D 1 7 7 0 -1 4194308 60 0 0"));

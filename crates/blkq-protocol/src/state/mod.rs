@@ -33,9 +33,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use crate::failure::{Failure, Outcome};
 
 pub use claim::{Claim, Dead, Orphan};
-pub use dying::{DYING_WAIT, is_process_dying, is_process_stopped};
+pub use dying::{DYING_WAIT, ProcessState};
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
-pub use remains::{Busy, Fate, Found, Remains};
+pub use remains::{Fate, Found, Remains};
 
 /// Environment variable with the path of the state directory, instead of the default.
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::dying::has_exited;
-use super::{OLD_LOG, StateDir};
+use super::dying::ProcessState::{Running, Stopped};
+use super::{OLD_LOG, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
 
@@ -19,29 +19,10 @@ const TAIL_BYTES: u64 = 8 << 10;
 #[derive(Debug)]
 pub enum Found {
     Nothing,
-    Busy(Busy),
+    /// A process that owns the name of a device does not answer. Describes the state of the device as far as it is
+    /// known, with a hint.
+    Busy(String),
     Remains(Box<Remains>),
-}
-
-/// A process that owns the name of a device and does not answer.
-#[derive(Debug)]
-pub struct Busy {
-    /// `None` if the process has not written its ID to the lock file yet.
-    pid: Option<u32>,
-    has_socket: bool,
-}
-
-impl Busy {
-    /// Describes the state of the device as far as it is known, with a hint.
-    pub fn describe(&self) -> String {
-        let process = self.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-        match self {
-            Busy { pid: Some(pid), has_socket: false } => format!(
-                "starting or stopping{process}; if the control socket was removed, run `kill {pid}` to detach the device"
-            ),
-            _ => format!("starting or stopping{process}"),
-        }
-    }
 }
 
 /// The state that a killed or crashed daemon has left.
@@ -93,56 +74,54 @@ impl Remains {
 impl StateDir {
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
-        let owns = |pid| !has_exited(pid) && has_open(pid, &lock) && !self.holder_is_dying(name);
+        let owns = |pid| matches!(ProcessState::of(pid), Running | Stopped) && has_open(pid, &lock);
         let owner = match self.lock_owner(name, owns)? {
             LockOwner::NoLock => return Ok(Found::Nothing),
             LockOwner::Running(pid) => {
-                let has_socket = self.control_socket(name).exists();
-                return Ok(Found::Busy(Busy { pid, has_socket }));
+                let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
+                let hint = pid.filter(|_| !self.control_socket(name).exists()).map(|pid| {
+                    format!("; if the control socket was removed, run `kill {pid}` to detach the device")
+                });
+                let hint = hint.unwrap_or_default();
+                return Ok(Found::Busy(format!("starting or stopping{process}{hint}")));
             }
             LockOwner::Exited(pid) => pid,
         };
-        let state = self.read_state(name);
-        let (pid, mut image, mut exports) =
-            (state.as_ref().map(|state| state.pid).filter(|pid| *pid != 0).or(owner), None, None);
-        let is_guest = state.as_ref().is_some_and(|state| matches!(state.guest_options(), Ok(Some(_))));
-        let mut recoverable =
-            state.as_ref().is_some_and(|state| matches!(state.recoverable_options(), Ok(Some(_))));
-        let mut file = None;
-        let mut fate = Fate::Dead;
-        if let Some(state) = state {
-            file = FileId::of(state.image_path());
-            (image, exports) = (Some(state.image), Some(state.exports));
+        let log = self.last_log(name);
+        let log_lines = last_lines(&log).unwrap_or_default();
+        let mut remains = Remains {
+            name: name.to_owned(),
+            state: Fate::Dead,
+            recoverable: false,
+            pid: owner,
+            image: String::new(),
+            file: None,
+            exports: Vec::new(),
+            log,
+            log_lines,
+            error: String::new(),
+        };
+        let mut is_guest = false;
+        if let Some(state) = self.read_state(name) {
+            is_guest = matches!(state.guest_options(), Ok(Some(_)));
+            remains.recoverable = matches!(state.recoverable_options(), Ok(Some(_)));
+            remains.pid = Some(state.pid).filter(|pid| *pid != 0).or(owner);
+            remains.file = FileId::of(state.image_path());
+            (remains.image, remains.exports) = (state.image, state.exports);
             let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
             if let Some(block_device) = block_device {
-                (fate, recoverable) = (Fate::Orphan, true);
+                (remains.state, remains.recoverable) = (Fate::Orphan, true);
                 // The daemon may have died before it recorded the number of the block device.
-                let paths = exports.get_or_insert_default();
-                if !paths.contains(&block_device.path()) {
-                    *paths = vec![block_device.path()];
+                if !remains.exports.contains(&block_device.path()) {
+                    remains.exports = vec![block_device.path()];
                 }
             }
         }
-        let (image, exports) = (image.unwrap_or_default(), exports.unwrap_or_default());
-        let log = self.last_log(name);
-        let log_lines = last_lines(&log).unwrap_or_default();
-        let error = match fate {
-            Fate::Orphan => super::orphan::refusal(name, &exports),
-            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str), is_guest, recoverable),
+        remains.error = match remains.state {
+            Fate::Orphan => super::orphan::refusal(name, &remains.exports),
+            Fate::Dead => died(&remains, is_guest),
         };
-        let state = fate;
-        Ok(Found::Remains(Box::new(Remains {
-            name: name.to_owned(),
-            state,
-            recoverable,
-            pid,
-            image,
-            file,
-            exports,
-            log,
-            log_lines,
-            error,
-        })))
+        Ok(Found::Remains(Box::new(remains)))
     }
 
     /// The log of the last daemon of `name` that ran. If a later daemon has failed to start, that log already has the
@@ -185,9 +164,10 @@ enum LockOwner {
     Exited(Option<u32>),
 }
 
-fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool, recoverable: bool) -> String {
+fn died(remains: &Remains, is_guest: bool) -> String {
+    let Remains { name, pid, log_lines, recoverable, .. } = remains;
     let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-    let why = last_line.map_or("empty log".to_owned(), |line| format!("last log line: {line}"));
+    let why = log_lines.last().map_or("empty log".to_owned(), |line| format!("last log line: {line}"));
     let hint = match (is_guest, recoverable) {
         (true, _) => format!("run `blkq recover {name}` to serve its virtual machine again"),
         (false, true) => format!("run `blkq recover {name}` to serve it again with its options and settings"),

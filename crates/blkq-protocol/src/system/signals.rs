@@ -14,15 +14,17 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::failure::{Failure, Outcome};
 
+/// A signal, with its number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(i32)]
 pub enum Signal {
-    Terminate,
-    Interrupt,
-    Hangup,
-    Quit,
-    Stop,
-    Continue,
-    Resize,
+    Terminate = libc::SIGTERM,
+    Interrupt = libc::SIGINT,
+    Hangup = libc::SIGHUP,
+    Quit = libc::SIGQUIT,
+    Stop = libc::SIGTSTP,
+    Continue = libc::SIGCONT,
+    Resize = libc::SIGWINCH,
 }
 
 impl Signal {
@@ -39,15 +41,7 @@ impl Signal {
     }
 
     fn number(self) -> libc::c_int {
-        match self {
-            Signal::Terminate => libc::SIGTERM,
-            Signal::Interrupt => libc::SIGINT,
-            Signal::Hangup => libc::SIGHUP,
-            Signal::Quit => libc::SIGQUIT,
-            Signal::Stop => libc::SIGTSTP,
-            Signal::Continue => libc::SIGCONT,
-            Signal::Resize => libc::SIGWINCH,
-        }
+        self as libc::c_int
     }
 
     /// Performs the signal's default action: the process exits, or stops until it is continued. The handler

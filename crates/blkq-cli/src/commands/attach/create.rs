@@ -2,13 +2,14 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use blkq::units::format_bytes;
 use blkq_drivers::DriverSpec;
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::FileId;
 use blkq_protocol::options::image_text;
 
 /// Only the owner may read the content of a disk.
@@ -18,7 +19,8 @@ const MODE: u32 = 0o600;
 #[derive(Debug)]
 pub struct NewImage {
     path: PathBuf,
-    file: Option<File>,
+    file: File,
+    kept: bool,
 }
 
 impl NewImage {
@@ -55,20 +57,18 @@ impl NewImage {
             _ => failure(e),
         })?;
         // From here on, returning an error drops the value, which removes the file.
-        let image = NewImage { path: path.to_owned(), file: Some(file) };
-        if let Some(file) = &image.file {
-            fill(file)?;
-            sync(file, directory_of(path)).map_err(failure)?;
-        }
+        let image = NewImage { path: path.to_owned(), file, kept: false };
+        fill(&image.file)?;
+        sync(&image.file, directory_of(path)).map_err(failure)?;
         Ok(image)
     }
 
-    pub fn file(&self) -> Option<&File> {
-        self.file.as_ref()
+    pub fn file(&self) -> &File {
+        &self.file
     }
 
     pub fn keep(mut self) {
-        self.file = None;
+        self.kept = true;
     }
 }
 
@@ -92,12 +92,10 @@ pub fn directory_of(path: &Path) -> &Path {
 
 impl Drop for NewImage {
     fn drop(&mut self) {
-        let Some(file) = &self.file else { return };
-        let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+        let id = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| FileId::from(&metadata));
+        let created = id(self.file.metadata());
         // Another process may have replaced the file in the meantime; its file is not removed.
-        if let (Ok(created), Ok(at_path)) = (file.metadata(), fs::symlink_metadata(&self.path))
-            && same(created, at_path)
-        {
+        if !self.kept && created.is_some() && created == id(fs::symlink_metadata(&self.path)) {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -105,6 +103,8 @@ impl Drop for NewImage {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use blkq_protocol::harness::scratch;
 
     use super::*;

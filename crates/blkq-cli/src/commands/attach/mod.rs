@@ -1,6 +1,5 @@
 //! `blkq attach`: serves an image as a block device. Each device has its own daemon.
 
-mod attached;
 pub mod create;
 mod nooverlap;
 mod overlay;
@@ -17,14 +16,14 @@ use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Export, Format, headings};
+use blkq_protocol::state::StateDir;
 use clap::{ArgAction, Parser};
 
+use crate::commands::detach::detach;
 use crate::config::with_defaults;
-use crate::launch::{Launched, Program, parent, report, systemd, warn};
-use crate::output::print_json;
+use crate::launch::{Launched, Program, parent, report, systemd};
+use crate::output::{print_json, warn};
 
-pub use attached::Attached;
-use attached::not_reported;
 use create::NewImage;
 
 /// The options of the device, and those of the command itself.
@@ -171,7 +170,7 @@ impl Args {
         if let Some(command) = &self.run {
             let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
             created.into_iter().for_each(NewImage::keep);
-            warn(&launched.info);
+            warn(&launched.info.name, &launched.info.warnings);
             return run::run(&options, command, launched);
         }
         let attached = attach(&options, self.nooverlap)?;
@@ -181,17 +180,12 @@ impl Args {
     }
 
     fn report(&self, info: &DeviceInfo) -> Outcome {
-        if self.json {
-            warn(info);
-            return print_json(info);
+        // The program that passed the sockets owns the standard output of this process and knows the addresses.
+        if !self.json && !systemd::is_activated() {
+            return report(info);
         }
-        if systemd::is_activated() {
-            // The program that passed the sockets owns the standard output of this process and knows the
-            // addresses.
-            warn(info);
-            return Ok(());
-        }
-        report(info)
+        warn(&info.name, &info.warnings);
+        if self.json { print_json(info) } else { Ok(()) }
     }
 
     fn serve<D: Serve>(
@@ -211,6 +205,34 @@ impl Args {
         }
         Ok(daemon.run())
     }
+}
+
+/// A device that `attach` has attached, or has found with --nooverlap.
+#[derive(Debug)]
+pub struct Attached {
+    pub info: DeviceInfo,
+    /// This command has attached the device; otherwise it was attached before.
+    is_new: bool,
+}
+
+impl Attached {
+    /// Reports the device to the user with `print`. If that fails, a new device is detached again, because
+    /// the user does not know where it is.
+    pub fn report(&self, print: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome {
+        print(&self.info).map_err(|failure| {
+            if !self.is_new {
+                return failure;
+            }
+            match StateDir::locate().and_then(|dir| detach(&dir, &self.info.name, true)) {
+                Ok(_) => not_reported(failure),
+                Err(not_detached) => Failure::new(format!("{failure}; {not_detached}")),
+            }
+        })
+    }
+}
+
+pub fn not_reported(failure: Failure) -> Failure {
+    Failure::new(format!("{failure}; the device was detached again"))
 }
 
 /// With `nooverlap`, returns the device that already serves these bytes of the image, if there is one.

@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
-use blkq_protocol::control::{Called, Request, call};
+use blkq_protocol::control::{Request, call};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::backing::{Backing, Window, fact};
-use blkq_protocol::info::{DeviceInfo, FileId};
+use blkq_protocol::info::{Backing, DeviceInfo, FileId, Window, fact};
 use blkq_protocol::options::{AttachOptions, Format, Setting, image_text};
 use blkq_protocol::state::{Fate, StateDir};
 
-use super::attached::Attached;
+use super::Attached;
 use crate::devices::{Entry, all};
 
 /// The longest wait for devices that are starting or stopping.
@@ -57,7 +56,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });
-    matches!(kept, Ok(Called::Answered(())))
+    matches!(kept, Ok(Some(())))
 }
 
 fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
@@ -84,7 +83,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
         };
         match Backing::of(&info) {
             Some(backing) if backing.file == file && backing.window.overlaps(window) => {
-                check_same(&info, backing.window, options)?;
+                check_same(&info, backing.window, window, options)?;
                 return Ok(Found::Same(info));
             }
             _ => {}
@@ -95,8 +94,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
 
 /// Refuses a device whose clients would read other data than those of the requested device, or whose flushes
 /// do not make the data durable.
-fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Outcome {
-    let asked = Window { offset: options.offset, size_limit: options.size_limit };
+fn check_same(info: &DeviceInfo, window: Window, asked: Window, options: &AttachOptions) -> Outcome {
     let sector_size = options.sector_size.bytes().unwrap_or(info.sector_size);
     let attached = info.attach_options.as_ref().and_then(|record| record.read().ok());
     let is_shared = attached.is_some_and(|attached| attached.shared);

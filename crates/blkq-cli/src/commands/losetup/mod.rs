@@ -12,11 +12,9 @@ use blkq::text::escaped;
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::DirectIo;
-use blkq_protocol::control::NewSize;
-use blkq_protocol::control::{Request, ask};
-use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use blkq_protocol::info::DeviceInfo;
-use blkq_protocol::info::backing::is_behind;
+use blkq_protocol::control::{NewSize, Request, ask};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::info::{DeviceInfo, is_behind};
 use blkq_protocol::options::{AttachOptions, SectorSize, Setting};
 use blkq_protocol::state::StateDir;
 use clap::error::ErrorKind;
@@ -25,9 +23,8 @@ use super::attach::attach;
 use super::list::begins_at;
 use super::{detach, resize};
 use crate::devices::{Entry, all, find, name_of, word_of};
-use crate::launch::warn;
 use crate::output::columns::{self, device_word};
-use crate::output::print;
+use crate::output::{for_each, print, warn};
 use crate::usage;
 
 use hints::translated;
@@ -309,7 +306,7 @@ impl Args {
         let options = self.attach_options(device, file)?;
         attach(&options, self.nooverlap)?.report(|info| {
             let warnings = info.warnings.iter().map(|warning| translated(warning, &command()));
-            warn(&DeviceInfo { warnings: warnings.collect(), ..info.clone() });
+            warn(&info.name, &warnings.collect::<Vec<_>>());
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
             }
@@ -383,18 +380,13 @@ impl Args {
         command: fn() -> clap::Command,
         detach: impl Fn(&T) -> Outcome,
     ) -> Outcome<ExitCode> {
-        let mut code = ExitCode::SUCCESS;
-        for device in &devices {
-            match detach(device) {
-                Ok(()) if self.verbose => note(format_args!("{}: detached", device.as_ref().display())),
-                Ok(()) => {}
-                Err(failure) => {
-                    print_error(&failed(&failure, command));
-                    code = ExitCode::from(EXIT_FAILED);
-                }
+        for_each(&devices, |device| {
+            detach(device).map_err(|failure| failed(&failure, command))?;
+            if self.verbose {
+                note(format_args!("{}: detached", device.as_ref().display()));
             }
-        }
-        Ok(code)
+            Ok(())
+        })
     }
 }
 

@@ -1,11 +1,10 @@
 //! Formats of losetup(8): tables and JSON as libsmartcols prints them, and the older lines of text.
 
 use blkq::text::{escape, escaped, is_control};
-use blkq_protocol::info::DeviceInfo;
-use blkq_protocol::info::backing::{Backing, shown_path};
+use blkq_protocol::info::{Backing, DeviceInfo, shown_path};
 
 use crate::output::columns::{Cell, Column, device_word};
-use crate::output::table::render_apart;
+use crate::output::render_apart;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Style {

@@ -2,7 +2,7 @@
 
 use blkq::stats::Histogram;
 
-use crate::output::table::{Align, render};
+use crate::output::{Align, render};
 
 /// Length of the longest bar, in characters.
 const BAR: u64 = 40;

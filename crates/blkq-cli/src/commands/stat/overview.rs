@@ -1,7 +1,7 @@
 //! The report of several devices, with the column names and units of iostat(1).
 
 use super::report::{Figures, Group, Report};
-use crate::output::table::{Align, render};
+use crate::output::{Align, render};
 
 /// 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
 const HEADS: [&str; 15] = [

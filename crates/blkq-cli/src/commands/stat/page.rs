@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::histogram::draw;
 use super::report::{Batches, Figures, Flushes, Group, Report, Throttled};
-use crate::output::table::{Align, render};
+use crate::output::{Align, render};
 
 impl Report {
     /// Operations and mechanisms that were idle are omitted, unless `verbose`.

@@ -5,6 +5,8 @@ use std::time::SystemTime;
 
 use blkq::stats::{GroupSnapshot, Histogram};
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
+use blkq_export::nbd::NbdCounters;
+use blkq_export::vhost_user::VhostUserCounters;
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use blkq_protocol::system::timestamp::rfc3339;
 use serde::Serialize;
@@ -239,11 +241,11 @@ impl Report {
                 limits: now.throttle.clone(),
             },
             held: Held { now: totals.held, requests: count(Counter::HeldRequests) },
-            nbd: now.nbd.as_ref().map(|nbd| nbd.since(&before.nbd.clone().unwrap_or_default())),
+            nbd: now.nbd.as_ref().map(|nbd| nbd.since(before.nbd.as_ref(), NbdCounters::since)),
             vhost_user: now
                 .vhost_user
                 .as_ref()
-                .map(|vhost| vhost.since(&before.vhost_user.clone().unwrap_or_default())),
+                .map(|vhost| vhost.since(before.vhost_user.as_ref(), VhostUserCounters::since)),
             queues: now.queues.iter().enumerate().map(queue).collect(),
             counters: counters.collect(),
             clock_age_max_us: totals.clock_age_max_ns as f64 / 1e3,
@@ -335,7 +337,6 @@ fn round(value: f64, steps: f64) -> f64 {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use blkq_export::nbd::NbdCounters;
     use serde_json::json;
 
     use super::*;
