@@ -2,6 +2,8 @@
 //! the option of blkq that does the same.
 
 use std::fmt::Display;
+use std::ops::RangeBounds;
+use std::time::Duration;
 
 use blkq_protocol::failure::similar::distance;
 use clap::builder::StyledStr;
@@ -36,6 +38,12 @@ const OTHERS: [(&[&str], &str); 20] = [
     (&["-a", "-l", "--list"], "to list devices: blkq list"),
     (&["-j", "--associated"], "to list the devices of a file: blkq list --backing FILE"),
 ];
+
+/// Parses a number of seconds in the range `allowed`. Fails with `rule`.
+pub fn parse_seconds(text: &str, allowed: impl RangeBounds<f64>, rule: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| allowed.contains(seconds));
+    seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| rule.to_owned())
+}
 
 /// Prints a mistake in the usage of `subcommand`, followed by the usage, and exits with 2.
 pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, message: impl Display) -> ! {

@@ -2,6 +2,7 @@
 //! this command polls.
 
 use std::io::{IsTerminal, Write};
+use std::ops::Bound;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, OutputError, TraceStart};
 use crate::trace::rings::Rings;
+use crate::usage;
 
 /// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
@@ -88,10 +90,11 @@ pub struct Args {
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
-    seconds
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-        .ok_or_else(|| "must be a number of seconds, such as 10 or 0.5".to_owned())
+    usage::parse_seconds(
+        text,
+        (Bound::Excluded(0.0), Bound::Unbounded),
+        "must be a number of seconds, such as 10 or 0.5",
+    )
 }
 
 fn ring_bytes_of(buffer: u64) -> Outcome<u64> {

@@ -28,8 +28,6 @@ pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
     (iops, figures.read.mb_per_s + figures.write.mb_per_s)
 }
 
-const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
-
 #[derive(clap::Args, Debug)]
 #[command(
     override_usage = "blkq stat [OPTIONS] [NAME]... [INTERVAL [COUNT]]",
@@ -86,8 +84,7 @@ pub struct Args {
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval must be 0.01 to 86400 seconds".to_owned())
+    usage::parse_seconds(text, 0.01..=86400.0, "an interval must be 0.01 to 86400 seconds")
 }
 
 #[derive(PartialEq, Debug)]

@@ -24,6 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::output::{Align, print, print_json, render};
+use crate::usage;
 
 use devices::Devices;
 use keys::Keys;
@@ -33,7 +34,6 @@ use terminal::{Guard, Screen};
 use theme::Theme;
 use view::{Action, View};
 
-const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.1..=3600.0;
 /// The first interval is at most this long, so that figures appear soon.
 const SECOND_SAMPLE: Duration = Duration::from_millis(250);
 /// The longest time that `--once` waits for a daemon to answer.
@@ -74,8 +74,7 @@ pub struct Args {
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval must be 0.1 to 3600 seconds".to_owned())
+    usage::parse_seconds(text, 0.1..=3600.0, "an interval must be 0.1 to 3600 seconds")
 }
 
 impl Args {
