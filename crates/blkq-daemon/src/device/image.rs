@@ -135,7 +135,7 @@ fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
     // The clients of a device that waits would lose their writes.
     let error = if claim.is_kept() { without_read_only_hint(error) } else { error };
-    let hint = match error.kind() {
+    match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
                 DriverSpec::Image(path) => {
@@ -146,24 +146,19 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             let place = holders.as_ref().map(|holders| format!(" {}", holders.text)).unwrap_or_default();
             let can_share = options.format != Some(Format::Qcow2)
                 && holders.as_ref().is_none_or(|holders| holders.can_share);
-            match &options.image {
-                DriverSpec::Rbd(_) => {
-                    "; close the image in that client first, or attach with --read-only".to_owned()
-                }
-                _ if can_share => {
-                    format!("{place}; release it there first, or attach with --shared on both sides")
-                }
-                _ => format!("{place}; release it there first"),
-            }
+            let hint = match &options.image {
+                DriverSpec::Rbd(_) => "close the image in that client first, or attach with --read-only",
+                _ if can_share => "release it there first, or attach with --shared on both sides",
+                _ => "release it there first",
+            };
+            Failure::new(format!("{error}{place}; {hint}"))
         }
-        ErrorKind::Claimed => {
-            "; release it there first, or attach with --shared, which skips this check: two file \
-             systems on the same bytes destroy each other"
-                .to_owned()
-        }
-        _ => return format_refusal(error, options),
-    };
-    Failure::new(format!("{error}{hint}"))
+        ErrorKind::Claimed => Failure::new(format!(
+            "{error}; release it there first, or attach with --shared, which skips this check: two file systems on \
+             the same bytes destroy each other"
+        )),
+        _ => format_refusal(error, options),
+    }
 }
 
 fn without_read_only_hint(error: blkq::Error) -> blkq::Error {
@@ -181,23 +176,22 @@ pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Fai
     let hint = match error.kind() {
         ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
         ErrorKind::Format if has_qcow2(&options.image) => {
-            "; attach with --format qcow2 to serve its guest data, \
-             or attach with --format raw to serve the bytes of the file"
-                .to_owned()
+            "attach with --format qcow2 to serve its guest data, or attach with --format raw to serve the bytes of \
+             the file"
         }
-        ErrorKind::BackingFile => "; move it there, or attach with --backing-chain allow if you trust \
-             the image"
-            .to_owned(),
-        ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
-             serve the bytes of the file"
-            .to_owned(),
+        ErrorKind::BackingFile => {
+            "move it there, or attach with --backing-chain allow if you trust the image"
+        }
+        ErrorKind::Format => {
+            "convert it with `qemu-img convert -O raw`, or attach with --format raw to serve the bytes of the file"
+        }
         ErrorKind::NotFound if !error.has_cure() => match &options.image {
-            DriverSpec::Image(path) => format!("; {}", not_found(path)),
+            DriverSpec::Image(path) => return Failure::new(format!("{error}; {}", not_found(path))),
             _ => return error.into(),
         },
         _ => return error.into(),
     };
-    Failure::new(format!("{error}{hint}"))
+    Failure::new(format!("{error}; {hint}"))
 }
 
 fn not_found(path: &Path) -> String {

@@ -109,14 +109,10 @@ pub(super) fn warn_of_closed_directories<'a>(
 ) -> Vec<String> {
     let closed = listen.filter_map(unix_path).filter_map(|path| {
         let directory = closed_directory(&path, access)?;
-        Some((path, directory))
+        let (path, directory) = (path.display(), directory.display());
+        Some(format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path"))
     });
-    closed
-        .map(|(path, directory)| {
-            let (path, directory) = (path.display(), directory.display());
-            format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path")
-        })
-        .collect()
+    closed.collect()
 }
 
 /// Warns about servers that more clients can reach than the user may expect.
