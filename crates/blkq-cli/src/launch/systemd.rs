@@ -63,23 +63,18 @@ pub fn escape_instance(name: &str) -> String {
 /// The name of the device of an instance (`%i`). Names contain no backslash, so an instance that is not
 /// escaped is returned unchanged.
 pub fn unescape_instance(instance: &str) -> String {
-    let mut bytes = Vec::with_capacity(instance.len());
-    let mut rest = instance;
-    while let Some((before, after)) = rest.split_once("\\x") {
-        bytes.extend(before.bytes());
-        let digits = after.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
-        match digits.map(|digits| u8::from_str_radix(digits, 16)) {
-            Some(Ok(byte)) => {
+    let mut parts = instance.split("\\x");
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let digits = part.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
+        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            Some(byte) => {
                 bytes.push(byte);
-                rest = &after[2..];
+                bytes.extend(&part.as_bytes()[2..]);
             }
-            _ => {
-                bytes.extend(b"\\x");
-                rest = after;
-            }
+            None => bytes.extend([&b"\\x"[..], part.as_bytes()].concat()),
         }
     }
-    bytes.extend(rest.bytes());
     String::from_utf8(bytes).unwrap_or_else(|_| instance.to_owned())
 }
 

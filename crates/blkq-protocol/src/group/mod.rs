@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -78,18 +78,12 @@ pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
 }
 
 /// The ID of this boot. It is read only once, because a confined daemon must not open the file.
-fn boot_id() -> Outcome<[u64; 2]> {
-    static READ: OnceLock<[u64; 2]> = OnceLock::new();
-    match READ.get() {
-        Some(id) => Ok(*id),
-        None => read_boot_id().map(|id| *READ.get_or_init(|| id)),
-    }
-}
+static BOOT: LazyLock<Outcome<[u64; 2]>> = LazyLock::new(read_boot_id);
 
 /// Reads what a daemon needs to join a group after it is confined.
 pub fn prepare() {
     // If this fails, joining a group fails too and reports the error.
-    let _ = boot_id();
+    LazyLock::force(&BOOT);
 }
 
 fn read_boot_id() -> Outcome<[u64; 2]> {
@@ -227,7 +221,7 @@ impl GroupFile {
             ftruncate(&file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
         let (group, mapping) = map(name, &file)?;
-        let boot = boot_id()?;
+        let boot = BOOT.clone()?;
         if !group.is_group() {
             group.reset(boot, used_slots(&file), limits);
         } else if !group.is_of(boot) {
@@ -278,7 +272,7 @@ impl Joined {
 
     fn in_locked(file: File, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         let (GroupFile { name, file, group, mapping }, _) = GroupFile::over(name, file)?;
-        let boot = boot_id()?;
+        let boot = BOOT.clone()?;
         if !group.is_of(boot) {
             group.restart(boot, used_slots(&file));
         }
