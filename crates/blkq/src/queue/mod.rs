@@ -148,9 +148,10 @@ impl Queue {
     /// have the time of a turn of their own.
     #[inline]
     pub fn end_turn(&mut self) {
-        self.rounds.restart_clock();
-        if self.io.waits_for_turn {
-            self.io.waits_for_turn = !self.io.waiting.is_empty();
+        // Otherwise no time of the turn can be over.
+        if self.rounds.has_clock() {
+            self.rounds.restart_clock();
+            self.io.waits_for_turn &= !self.io.waiting.is_empty();
         }
     }
 

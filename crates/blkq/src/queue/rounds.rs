@@ -53,6 +53,11 @@ impl Rounds {
         monotonic_ns() >= self.until_ns
     }
 
+    #[inline]
+    pub fn has_clock(&self) -> bool {
+        self.until_ns != 0
+    }
+
     /// Lets the time of the turn start again.
     pub fn restart_clock(&mut self) {
         self.until_ns = 0;
