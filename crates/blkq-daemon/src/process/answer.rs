@@ -41,7 +41,7 @@ pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
         };
         if let Err((stream, why)) = serve_on_thread(shared, stream) {
             match has_sent(&stream, until.saturating_duration_since(Instant::now())) {
-                true => serve(shared, stream),
+                true => serve(shared, stream, until),
                 false => reject(&stream, why),
             }
         }
@@ -66,7 +66,7 @@ fn serve_on_thread(shared: &Arc<Shared>, stream: Arc<UnixStream>) -> Result<(), 
         return Err((stream, "too many commands at the same time; try again"));
     }
     let of_thread = stream.clone();
-    match shared.spawn(|shared| serve(shared, of_thread)) {
+    match shared.spawn(|shared| serve(shared, of_thread, Instant::now() + LINE_TIMEOUT)) {
         true => Ok(()),
         false => Err((stream, "cannot start a thread for the command; try again")),
     }
@@ -76,9 +76,9 @@ fn reject(stream: &UnixStream, why: &str) {
     answer(stream, &reply_line::<()>(Err(Failure::new(why))));
 }
 
-fn serve(shared: &Shared, stream: Arc<UnixStream>) {
-    let until = Instant::now() + LINE_TIMEOUT;
-    if !has_sent(&stream, LEAVE_WAIT) {
+/// Executes the client's command, which must arrive before `until`.
+fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
+    if !has_sent(&stream, LEAVE_WAIT.min(until.saturating_duration_since(Instant::now()))) {
         shared.without_answer(|| {
             has_sent(&stream, until.saturating_duration_since(Instant::now()));
         });
@@ -208,14 +208,14 @@ fn has_sent(stream: &UnixStream, wait: Duration) -> bool {
     poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&wait)) != Ok(0)
 }
 
-/// Reads one line, at most [`LINE_BYTES_MAX`] long. `until` is [`LINE_TIMEOUT`] after the client was accepted.
+/// Reads one line, at most [`LINE_BYTES_MAX`] long.
 fn read_request(mut stream: &UnixStream, until: Instant) -> Outcome<Request> {
     let mut line = Vec::new();
     let mut piece = [0; 4096];
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Failure::new(format!("no request was received within {} s", LINE_TIMEOUT.as_secs())));
+            return Err(Failure::new("no request was received in time"));
         }
         let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
         match read {
