@@ -133,7 +133,7 @@ fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
 }
 
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
-    // The clients of a device that waits would lose their writes.
+    // The clients of a device that waits would lose their writes, and `recover` has no options.
     let error = if claim.is_kept() { without_read_only_hint(error) } else { error };
     match error.kind() {
         ErrorKind::Busy => {
@@ -144,15 +144,18 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
                 _ => None,
             };
             let place = holders.as_ref().map(|holders| format!(" {}", holders.text)).unwrap_or_default();
-            let can_share = options.format != Some(Format::Qcow2)
+            let can_share = !claim.is_kept()
+                && options.format != Some(Format::Qcow2)
                 && holders.as_ref().is_none_or(|holders| holders.can_share);
             let hint = match &options.image {
+                DriverSpec::Rbd(_) if claim.is_kept() => "close the image in that client first",
                 DriverSpec::Rbd(_) => "close the image in that client first, or attach with --read-only",
                 _ if can_share => "release it there first, or attach with --shared on both sides",
                 _ => "release it there first",
             };
             Failure::new(format!("{error}{place}; {hint}"))
         }
+        ErrorKind::Claimed if claim.is_kept() => Failure::new(format!("{error}; release it there first")),
         ErrorKind::Claimed => Failure::new(format!(
             "{error}; release it there first, or attach with --shared, which skips this check: two file systems on \
              the same bytes destroy each other"
