@@ -39,7 +39,7 @@ impl StateDir {
         self.claim_as(name, Taker::Successor)
     }
 
-    fn claim_as(&self, name: &str, taker: Taker) -> Outcome<Claim> {
+    fn claim_as(&self, name: &str, taker: Taker<'_>) -> Outcome<Claim> {
         check_name(name).map_err(|why| Failure::new(format!("name {name:?}: {why}")))?;
         let max = self.name_bytes_max();
         if name.len() > max {
@@ -53,7 +53,7 @@ impl StateDir {
             match Claim::take(self, name, taker)? {
                 Attempt::Claim(claim) => return Ok(*claim),
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
-                Attempt::Locked => {}
+                Attempt::Locked | Attempt::OfAnotherDisk => {}
             }
             // A command that removes stale files holds the lock only briefly. A dying daemon must be waited
             // for: its socket still accepts connections, but its I/O in flight has not ended.
@@ -89,15 +89,14 @@ impl StateDir {
         let base = name_from(wanted, room - 5);
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
-            match Claim::take(self, &name, Taker::Attach)? {
-                Attempt::Claim(claim) if claim.has_another_disk(options) => {}
+            match Claim::take(self, &name, Taker::AnyName(options))? {
                 Attempt::Claim(claim) => return Ok(*claim),
                 // The orphaned block device most likely serves the same image, which must not be attached
                 // twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
                 // The image must not be attached again either until the dying daemon has exited.
                 Attempt::Locked if self.holder_is_dying(&name) => return self.claim(&name),
-                Attempt::Locked => {}
+                Attempt::Locked | Attempt::OfAnotherDisk => {}
             }
         }
         Err(Failure::new(format!(
@@ -110,7 +109,7 @@ impl StateDir {
     pub fn take_orphan(&self, name: &str) -> Outcome<Option<Orphan>> {
         Ok(match Claim::take(self, name, Taker::Successor)? {
             Attempt::Orphan(orphan) => Some(*orphan),
-            Attempt::Claim(_) | Attempt::Locked => None,
+            Attempt::Claim(_) | Attempt::Locked | Attempt::OfAnotherDisk => None,
         })
     }
 
@@ -121,7 +120,7 @@ impl StateDir {
         Ok(match Claim::take(self, name, Taker::Cleaner)? {
             Attempt::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
             Attempt::Orphan(orphan) => Dead::Orphan(orphan),
-            Attempt::Locked => Dead::No,
+            Attempt::Locked | Attempt::OfAnotherDisk => Dead::No,
         })
     }
 }
@@ -137,9 +136,12 @@ pub enum Dead {
 }
 
 /// The command that claims a name, which decides which of the existing files stay.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Taker {
+#[derive(Clone, Copy)]
+enum Taker<'a> {
     Attach,
+    /// An attach that may take another name: the files of a virtual machine's disk whose daemon died stay unless it is
+    /// the image of these options.
+    AnyName(&'a AttachOptions),
     /// The next daemon of an existing device: the state file and the options stay.
     Successor,
     /// A command that removes stale files. It never creates a lock file.
@@ -151,6 +153,8 @@ enum Attempt {
     Orphan(Box<Orphan>),
     /// Another process holds the lock, or a [`Taker::Cleaner`] found no lock file.
     Locked,
+    /// The name belongs to another disk than that of [`Taker::AnyName`].
+    OfAnotherDisk,
 }
 
 /// A block device of the kernel whose daemon has exited. The claim keeps other processes from recovering the
@@ -185,8 +189,8 @@ pub struct Claim {
 impl Claim {
     /// Locks `name` if no other process holds it. Removes the files of a dead daemon, unless its block device
     /// still exists.
-    fn take(dir: &StateDir, name: &str, taker: Taker) -> Outcome<Attempt> {
-        let create = taker != Taker::Cleaner;
+    fn take(dir: &StateDir, name: &str, taker: Taker<'_>) -> Outcome<Attempt> {
+        let create = !matches!(taker, Taker::Cleaner);
         let path = dir.file(name, ".lock");
         let failure = |e: io::Error| {
             let hint = match e.kind() {
@@ -211,7 +215,7 @@ impl Claim {
                 Err(e) => return Err(failure(e.into())),
             }
             // Only the next daemon may claim a device that is being handed over.
-            if taker != Taker::Successor && StateDir::is_reserved(&lock) {
+            if !matches!(taker, Taker::Successor) && StateDir::is_reserved(&lock) {
                 return Ok(Attempt::Locked);
             }
             // The previous owner may have removed the file after this process opened it and before it got the
@@ -222,9 +226,17 @@ impl Claim {
                 _ => continue,
             }
             let state = dir.read_state(name);
+            if let (Taker::AnyName(options), Some(state)) = (taker, &state)
+                && state.is_of_another_guest(options)
+            {
+                return Ok(Attempt::OfAnotherDisk);
+            }
             let is_guest = |state: &StateFile| matches!(state.guest_options(), Ok(Some(_)));
-            let continues =
-                taker == Taker::Successor || taker == Taker::Attach && state.as_ref().is_some_and(is_guest);
+            let continues = match taker {
+                Taker::Successor => true,
+                Taker::Attach | Taker::AnyName(_) => state.as_ref().is_some_and(is_guest),
+                Taker::Cleaner => false,
+            };
             let before = state.clone();
             let orphan = orphan(state)?;
             if orphan.is_none() {
@@ -316,12 +328,6 @@ impl Claim {
         self.guest_before().map_or(Ok(()), |(before, _)| before.check_image(options, false))
     }
 
-    /// Whether the name belongs to the disk of a virtual machine whose daemon died, and which is not the image of
-    /// `options`.
-    fn has_another_disk(&self, options: &AttachOptions) -> bool {
-        self.guest_before().is_some_and(|(before, theirs)| !before.is_of_image(&theirs, options))
-    }
-
     /// The state and the attach options of the disk of a virtual machine whose daemon died.
     fn guest_before(&self) -> Option<(&StateFile, AttachOptions)> {
         let before = self.before.as_ref()?;
@@ -373,6 +379,11 @@ impl Claim {
 }
 
 impl StateFile {
+    /// Whether this is the disk of a virtual machine, and not the image of `options`.
+    fn is_of_another_guest(&self, options: &AttachOptions) -> bool {
+        matches!(self.guest_options(), Ok(Some(theirs)) if !self.is_of_image(&theirs, options))
+    }
+
     /// Whether `options` serve the image of this device, which has the options `of_device`. The image may have been
     /// moved since.
     fn is_of_image(&self, of_device: &AttachOptions, options: &AttachOptions) -> bool {
@@ -555,7 +566,9 @@ mod tests {
         claim.keep(true);
         drop(claim);
         let before = dir.read_state("d.img");
+        fs::write(dir.file("d.img", ".lock"), "7\n").unwrap();
         assert_eq!(dir.claim_unique("d.img", &other).unwrap().name(), "d.img-2");
+        assert_eq!(dir.holder("d.img"), Some(7), "the process of the other device is not the holder");
         assert_eq!(dir.claim_unique("d.img", &one).unwrap().name(), "d.img");
         assert_eq!(dir.read_state("d.img"), before);
         fs::remove_dir_all(&dir.0).unwrap();
