@@ -279,23 +279,23 @@ impl StateDir {
         })
     }
 
-    /// The backing files of each image of the device `name`, by the path of the image, if an older version wrote
+    /// The backing files of each image of the device `name`, by the number of the image, if an older version wrote
     /// `NAME.options` and did not record them.
-    pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(String, Vec<RecordedBacking>)> {
+    pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(u64, Vec<RecordedBacking>)> {
         let options = self.read_options(name).ok().filter(|options| !options.has_backing);
         let images = options.into_iter().flat_map(|options| options.images);
-        images.map(|image| (image.path, recorded(&backing_of(&image.options)))).collect()
+        images.map(|image| (image.number, recorded(&backing_of(&image.options)))).collect()
     }
 
     /// Records the [`StateDir::unrecorded_backing_files`], if there are any. Older versions can then no longer read
     /// `NAME.options`. Fails if the file cannot be replaced.
-    pub fn record_backing_files(&self, name: &str, found: &[(String, Vec<RecordedBacking>)]) -> Outcome {
+    pub fn record_backing_files(&self, name: &str, found: &[(u64, Vec<RecordedBacking>)]) -> Outcome {
         if found.is_empty() {
             return Ok(());
         }
         self.change_options(name, |file| {
             for image in &mut file.images {
-                let known = found.iter().find(|(path, _)| *path == image.path);
+                let known = found.iter().find(|(number, _)| *number == image.number);
                 image.backing = known
                     .map_or_else(|| recorded(&backing_of(&image.options)), |(_, backing)| backing.clone());
             }
