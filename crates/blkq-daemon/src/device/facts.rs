@@ -41,6 +41,7 @@ impl Device {
         let direct_io = take_direct_io(&mut facts);
         // Shown with the settings.
         take(&mut facts, Key::Dispatch.row().name);
+        let commit = lock(&self.commit).clone();
         Ok(DeviceInfo {
             name: self.attached.name.clone(),
             pid: std::process::id(),
@@ -62,7 +63,7 @@ impl Device {
             read_only: limits.read_only,
             autoclear: self.is_autoclear(),
             held: disk.held(),
-            commit: lock(&self.commit).clone(),
+            commit,
             unsafe_flush_ignore: self.attached.flushes_ignored,
             partscan: self.attached.partscan,
             sandbox: self.confinement.clone(),

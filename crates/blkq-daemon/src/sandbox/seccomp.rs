@@ -85,10 +85,10 @@ const THREADS: &[Call] = calls! {
     SYS_lseek, SYS_statx,
     // For threads, but not for processes.
     SYS_clone.only(0, THREAD, THREAD), SYS_rseq, SYS_set_robust_list, SYS_sigaltstack,
-    SYS_rt_sigprocmask,
-    // For the SIGBUS handler, in case the memory of a guest is truncated.
-    SYS_rt_sigaction, SYS_sched_getaffinity, SYS_prctl.only(0, ALL, libc::PR_SET_NAME as u64),
+    SYS_rt_sigprocmask, SYS_sched_getaffinity, SYS_prctl.only(0, ALL, libc::PR_SET_NAME as u64),
     SYS_clock_nanosleep, SYS_exit, SYS_gettid,
+    // For the SIGBUS handler, in case the memory of a guest is truncated.
+    SYS_rt_sigaction,
     // For sockets.
     SYS_getsockopt, SYS_setsockopt, SYS_getpeername, SYS_shutdown,
     // For keys, for waiting for a lock, for a panic and its message.
@@ -96,8 +96,9 @@ const THREADS: &[Call] = calls! {
 };
 
 const OF_ENGINES: &[Call] = calls! {
+    SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register, SYS_pread64,
     // Adding a filter can only reduce what is allowed.
-    SYS_seccomp, SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register, SYS_pread64,
+    SYS_seccomp,
     // For tables of an image, which are written while no queue does I/O.
     SYS_pwrite64, SYS_fdatasync, SYS_fallocate,
     // For ublk, which the tests use only in guests.

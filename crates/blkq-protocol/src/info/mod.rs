@@ -1,6 +1,6 @@
 //! Descriptions of a device: the reply to `show`, and the state file.
 
-pub mod backing;
+mod backing;
 mod file_id;
 
 use std::path::{Path, PathBuf};

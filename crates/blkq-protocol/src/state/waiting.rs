@@ -7,8 +7,7 @@ use blkq_drivers::qcow2::{BackingFile, backing_files};
 
 use super::{Fate, Found, StateDir};
 use crate::failure::{Failure, Outcome};
-use crate::info::backing::Window;
-use crate::info::{FileId, StateFile};
+use crate::info::{FileId, StateFile, Window};
 use crate::options::{AttachOptions, Format, image_text, with_write_access};
 
 impl StateDir {
