@@ -242,6 +242,25 @@ fn a_no_wait_bio_completes_immediately() {
     assert_eq!(drain(&mut queue)[0].result, Ok(()));
 }
 
+#[test]
+fn a_no_wait_bio_leaves_a_shared_tag_to_one_that_waits() {
+    let device = Device::held();
+    let disk = device.builder().queues(2).shared_tags(true).depth(4).build().unwrap();
+    let [mut other, mut queue] = [0, 1].map(|index| disk.open_queue(index).unwrap());
+    (0..4).for_each(|n| read(&mut other, n * 16, 512));
+    other.poll();
+    read(&mut queue, 100, 512);
+    queue.poll();
+    device.release(1);
+    other.wait(1);
+    queue.submit(Bio::discard(Sector(200), 8, 77).with_flags(BioFlags::NO_WAIT)).unwrap();
+    queue.poll();
+    let completed: Vec<_> = queue.completions().map(|c| (c.user_data, c.result)).collect();
+    assert_eq!(completed, [(77, Err(Status::Again))]);
+    device.release_all();
+    assert_eq!((drain(&mut queue).len(), drain(&mut other).len()), (1, 4));
+}
+
 // Contract: accepted-once
 #[test]
 fn a_full_queue_hands_the_bio_back_and_completes_the_rest() {

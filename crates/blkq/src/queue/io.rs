@@ -195,11 +195,9 @@ impl Io {
         }
     }
 
-    /// Whether tags are free, or may be free in a shared set, apart from those that `waiting` may get now.
+    /// Whether tags are free apart from those that `waiting` may get now.
     fn leaves_tags(&self) -> bool {
-        let waiting = self.waiting.len();
-        let may_get_shared = self.tags.may_get_shared(self.in_flight.in_use() + waiting);
-        self.waits_for_turn || may_get_shared.unwrap_or(self.tags.own() > waiting as usize)
+        self.waits_for_turn || self.tags.may_get_more_than(self.waiting.len(), self.in_flight.in_use())
     }
 
     /// Queues a bio that got no tag, or rejects it if it must not wait.

@@ -159,6 +159,13 @@ impl TagCache {
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
+    /// Whether a queue with `in_use` requests may get more than `count` tags now.
+    pub fn may_get_more_than(&self, count: u32, in_use: u32) -> bool {
+        let Some(SharedTags { set, .. }) = &self.shared else { return self.own() > count as usize };
+        let free = u32::from(set.depth()).saturating_sub(set.in_use());
+        self.may_get_shared(in_use + count) == Some(true) && free > count
+    }
+
     #[cfg(simulation)]
     pub fn waits_for_batch(&self) -> bool {
         self.shared
