@@ -48,6 +48,9 @@ struct Panicking {
     panics: Arc<AtomicBool>,
     panics_with_requests: Arc<AtomicBool>,
     first_result: Option<IoResult>,
+    /// The first request completes at a poll.
+    is_first_kept: bool,
+    kept: Option<Tag>,
 }
 
 impl Driver for Panicking {
@@ -70,13 +73,19 @@ unsafe impl DriverQueue for Panicking {
         if let Some(result) = self.first_result.take() {
             cx.complete(tags[0], result);
         }
+        if std::mem::take(&mut self.is_first_kept) {
+            self.kept = Some(tags[0]);
+        }
         self.taken.store(true, SeqCst);
         self.offered.fetch_add(tags.len(), SeqCst);
         assert!(!self.panics_with_requests.load(SeqCst), "a panic for the test");
         Taken::All
     }
 
-    fn poll(&mut self, _: &mut DriverContext<'_>) {
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        if let Some(tag) = self.kept.take_if(|_| self.panics_with_requests.load(SeqCst)) {
+            cx.complete(tag, Ok(()));
+        }
         assert!(!self.panics.load(SeqCst), "a panic for the test");
     }
 }
@@ -148,13 +157,20 @@ fn a_driver_that_panics_is_given_no_request_twice() {
 
 #[test]
 fn a_panic_that_drops_the_queue_calls_the_driver_no_more() {
-    let driver = Panicking::default();
-    driver.panics_with_requests.store(true, SeqCst);
-    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
-    let mut queue = disk.open_queue(0).unwrap();
-    // The first of four parts panics, and the others could get tags.
-    catch_unwind(AssertUnwindSafe(move || queue.submit(Bio::discard(Sector(0), 2048, 0)))).unwrap_err();
-    assert_eq!(driver.offered.load(SeqCst), 1);
+    for reads in [0, 1] {
+        let driver = Panicking { is_first_kept: reads > 0, ..Panicking::default() };
+        let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        // The driver has this request when it panics, so the queue must wait for it.
+        (0..reads).for_each(|_| queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap());
+        queue.poll();
+        driver.panics_with_requests.store(true, SeqCst);
+        // The first of four parts panics, and the others could get tags.
+        catch_unwind(AssertUnwindSafe(move || queue.submit(Bio::discard(Sector(0), 2048, 0)))).unwrap_err();
+        assert_eq!(driver.offered.load(SeqCst), reads + 1);
+        // The queue that dispatched as its driver panicked is not waited for.
+        drop(disk.quiesce());
+    }
 }
 
 #[test]

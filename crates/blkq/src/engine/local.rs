@@ -230,9 +230,12 @@ impl Drop for LocalQueue {
         // The kernel may still write into the buffers of I/O in flight, so they must not be freed before it
         // completes.
         self.queue.close_to_submitters();
-        // If the driver has panicked, it must not panic again while the stack unwinds: that aborts the process.
         let unwinds = std::thread::panicking();
-        if !unwinds {
+        if unwinds {
+            // If the driver has panicked, it must get no more work: a second panic while the stack unwinds aborts
+            // the process.
+            self.queue.abandon();
+        } else {
             // Issues the requests that waited for a limit, which no longer applies.
             self.turn(0);
         }

@@ -530,7 +530,18 @@ impl Dispatch {
 
     #[inline]
     pub fn release(&mut self, count: u32) {
-        self.started = self.started.saturating_sub(count);
+        let (left, is_below_zero) = self.started.overflowing_sub(count);
+        self.started = left;
+        if is_below_zero {
+            self.release_uncounted();
+        }
+    }
+
+    /// Requests have completed that were not counted, because the driver had panicked.
+    #[cold]
+    #[inline(never)]
+    fn release_uncounted(&mut self) {
+        self.started = 0;
     }
 
     /// Removes every request that the driver has not taken, including `plugged`, and returns them. They are

@@ -139,7 +139,7 @@ impl Queue {
     }
 
     /// Completes everything that the driver has not taken with [`Status::Offline`].
-    fn abandon(&mut self) {
+    pub fn abandon(&mut self) {
         self.close_fast_path();
         if self.io.disk.settings().iostats {
             self.plug.count(self.io.in_flight.requests(), &mut self.io.stats);
@@ -162,6 +162,8 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         self.abandon();
+        // After a panic of the driver, a quiesce must not wait for this queue.
+        self.io.disk.leave_dispatch();
         // The kernel may use the memory of I/O in flight until the I/O completes. LocalQueue and Engine drain
         // a queue before they drop it, so this happens only after a panic. The memory is leaked then.
         let leaks = self.in_flight() > 0;
