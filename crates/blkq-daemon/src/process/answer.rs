@@ -19,6 +19,9 @@ use crate::log;
 /// More commands at the same time are rejected.
 pub(super) const ANSWERING_MAX: usize = 16;
 
+/// How long a daemon that stops waits for the rest of a surplus command after its other clients have used up the time.
+const SENT_WAIT: Duration = Duration::from_millis(1);
+
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     let started = admit(shared, stream).and_then(|stream| serve_on_thread(shared, stream));
     if let Err((stream, why)) = started {
@@ -41,7 +44,7 @@ pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
         };
         if let Err((stream, why)) = serve_on_thread(shared, stream) {
             match has_sent(&stream, until.saturating_duration_since(Instant::now())) {
-                true => serve(shared, stream, until),
+                true => serve(shared, stream, until.max(Instant::now() + SENT_WAIT)),
                 false => reject(&stream, why),
             }
         }
