@@ -163,11 +163,12 @@ fn wait_until_stale(path: &Path, address: &SocketAddrUnix, until: Instant) -> Re
         // Connecting to the stale socket of a killed server is refused. The probe does not block.
         let probe = new_socket(SocketFlags::NONBLOCK)?;
         // If the queue of waiting clients is full (EAGAIN), the server cannot be identified.
+        let is_last = Instant::now() >= until;
         let is_unknown = |e: &Errno| [Errno::AGAIN, Errno::INTR].contains(e);
         let is_released = match retry(until, RETRY, || rustix::net::connect(&probe, address), is_unknown) {
             Err(Errno::CONNREFUSED) => return Ok(()),
             // The kernel resets the connection when it closes the socket.
-            Ok(()) => !listener_is_running(&probe) && hangs_up(&probe, until),
+            Ok(()) => !is_last && !listener_is_running(&probe) && hangs_up(&probe, until),
             Err(_) => false,
         };
         if !is_released {
