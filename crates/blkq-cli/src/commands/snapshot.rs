@@ -57,6 +57,9 @@ const DELETED: &str = " (deleted)";
 #[derive(Debug)]
 struct Wanted {
     name: String,
+    /// The number for the overlay ([`StateDir::next_image`]). If another command takes it, the image of the device is
+    /// no longer the one that was checked.
+    number: Option<u64>,
     path: PathBuf,
     /// The attach options of the device with the overlay as its image.
     options: Record,
@@ -134,6 +137,7 @@ impl Args {
         let mut info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
         // Image and options come from the state file, not from the daemon, which a client may have taken
         // over: the next daemon of the device trusts the options that are derived from them.
+        let number = dir.next_image(&name);
         let state = dir.read_state(&name);
         let options = state.as_ref().and_then(|state| state.attach_options.as_ref());
         let (Some(state), Some(options)) = (&state, options.map(Record::read).transpose()?) else {
@@ -192,7 +196,7 @@ impl Args {
         options.check()?;
         let image = FileId::of(info.image_path()).map(|file| RecordedBacking { file, qcow2 });
         let backing = image.into_iter().chain(state.backing.iter().flatten().copied()).collect();
-        Ok(Wanted { name, path, options: Record::new(&options)?, backing })
+        Ok(Wanted { name, number, path, options: Record::new(&options)?, backing })
     }
 }
 
@@ -300,13 +304,13 @@ type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 impl<'a> Begun<'a> {
     /// Creates the file of the overlay, and lets the daemon flush the device, which still serves I/O.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
-        let Wanted { name, path, options, backing } = wanted;
+        let Wanted { name, number, path, options, backing } = wanted;
+        let number = *number;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
         // The overlay must be recorded before the request: this command may be killed while the daemon
         // switches to the overlay, and the next daemon needs its options.
-        let number = dir.next_image(name);
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())
                 .map_err(of)?;
@@ -370,6 +374,7 @@ mod tests {
     use std::thread;
 
     use blkq_protocol::harness::{options, scratch};
+    use blkq_protocol::info::DaemonState;
 
     use super::*;
 
@@ -396,13 +401,31 @@ mod tests {
         let path = dir.file(name, ".new");
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
-        Wanted { name: name.to_owned(), path, options, backing: Vec::new() }
+        let number = dir.next_image(name);
+        Wanted { name: name.to_owned(), number, path, options, backing: Vec::new() }
     }
 
     #[test]
     fn a_client_is_recognized_by_its_process_number() {
         assert!(is_process("pid 123, uid 0", "123"));
         assert!(!is_process("pid 1234, uid 123", "123") && !is_process("127.0.0.1:123", "123"));
+    }
+
+    #[test]
+    fn a_device_that_has_switched_meanwhile_gets_no_overlay() {
+        let dir = scratch("snapshot-switched");
+        let mut claim = dir.claim("a").unwrap();
+        let first = Record::new(&options(&["/first"])).unwrap();
+        let image = claim.write_options("/first", &first, None).unwrap();
+        claim.write_state(&DaemonState { pid: 1, image, exports: Vec::new(), settings: Vec::new() }).unwrap();
+        claim.keep(true);
+        let wanted = wanted(&dir, "a");
+        // The image that was checked is no longer that of the device.
+        dir.add_image("a", wanted.number.unwrap(), "/second", &first, Vec::new()).unwrap();
+        let failure = Begun::new(&dir, &wanted).err().unwrap().to_string();
+        assert!(failure.starts_with("snapshot a: another command is switching the device"), "{failure}");
+        assert!(!wanted.path.exists());
+        std::fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]
