@@ -52,7 +52,11 @@ impl Device {
         inherited: Vec<OwnedFd>,
     ) -> Outcome<Device> {
         let recorded = with_ceph_files(options);
-        let options = &with_write_access(&recorded, &settings);
+        let mut options = with_write_access(&recorded, &settings);
+        if claim.is_kept() {
+            keep_format(&mut options);
+        }
+        let options = &options;
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
