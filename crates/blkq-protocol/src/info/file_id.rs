@@ -47,6 +47,21 @@ impl From<&BackingFile> for RecordedBacking {
     }
 }
 
+impl RecordedBacking {
+    /// Whether `now` is this file, as [`FileId::is_replaced`] says. The header of an image names it, which a daemon that
+    /// was taken over may have changed, so a file of another file system with the same inode number is another file.
+    /// `image` is the image of the device as it was recorded, and as it is: if a mount has changed the number of its
+    /// file system, the backing files in it have the new number too.
+    pub(crate) fn is_at(&self, now: &BackingFile, is_open: bool, image: [Option<FileId>; 2]) -> bool {
+        let file = FileId::from(now);
+        let device = match image {
+            [Some(before), Some(now)] if before.device == self.file.device => now.device,
+            _ => self.file.device,
+        };
+        file.device == device && !self.file.is_replaced(&now.path, file, is_open)
+    }
+}
+
 impl FileId {
     pub fn of(path: impl AsRef<Path>) -> Option<FileId> {
         fs::metadata(path).ok().map(|metadata| FileId::from(&metadata))
@@ -115,6 +130,23 @@ mod tests {
         let of_older_version = id((8, 1), 7, None);
         assert!(!of_older_version.is_replaced(path, id((8, 1), 8, disk), false));
         assert!(of_older_version.is_replaced(path, id((8, 1), 8, None), false), "not on a node");
+    }
+
+    #[test]
+    fn a_backing_file_is_in_the_file_system_that_was_recorded() {
+        let id = |device, inode| FileId { device, inode, node: None };
+        let recorded = RecordedBacking { file: id((8, 1), 257), qcow2: false };
+        let path = std::path::PathBuf::from("/dev/null");
+        let found =
+            |device, inode| BackingFile { path: path.clone(), identity: (device, inode), qcow2: false };
+        let is_at = |minor, inode, image: [u32; 2]| {
+            let image = image.map(|minor| Some(id((8, minor), 256)));
+            recorded.is_at(&found(libc::makedev(8, minor), inode), false, image)
+        };
+        assert!(is_at(1, 257, [1, 1]) && !is_at(1, 258, [1, 1]));
+        assert!(!is_at(2, 257, [1, 1]), "an inode of another file system");
+        assert!(is_at(2, 257, [1, 2]) && !is_at(1, 257, [1, 2]), "mounted again, with the image");
+        assert!(!is_at(2, 257, [3, 2]), "the image was in another file system");
     }
 
     #[test]

@@ -350,7 +350,8 @@ impl StateFile {
                 format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`")
             }
         };
-        if let (Some(before), Some(now)) = (self.file, FileId::of(path))
+        let image = [self.file, FileId::of(path)];
+        if let [Some(before), Some(now)] = image
             && (before.is_replaced(path, now, is_open)
                 || now != before && FileId::of(self.image_path()) == Some(before))
         {
@@ -362,28 +363,16 @@ impl StateFile {
         }
         let (Some(recorded), Some(Format::Qcow2)) = (&self.backing, options.format) else { return Ok(()) };
         let found = backing_files(path, options.backing_chain.into());
-        self.check_formats(path, &found)?;
         let mut overlay: &Path = path;
         for (at, now) in found.iter().enumerate() {
-            let is_same = |before: &RecordedBacking| !before.file.is_replaced(&now.path, now.into(), is_open);
-            if !recorded.get(at).is_some_and(is_same) {
+            let Some(before) = recorded.get(at).filter(|before| before.is_at(now, is_open, image)) else {
                 return Err(Failure::new(format!(
                     "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
                      and attach the image again{or_accept}",
                     now.path.display(),
                     overlay.display()
                 )));
-            }
-            overlay = &now.path;
-        }
-        Ok(())
-    }
-
-    /// Checks that the backing files `found` of the image at `path` have the recorded formats. A raw image that is
-    /// opened as qcow2 would decide by its contents, which a client may have written, which files are opened.
-    pub(crate) fn check_formats(&self, path: &Path, found: &[BackingFile]) -> Outcome {
-        let mut overlay = path;
-        for (before, now) in self.backing.iter().flatten().zip(found) {
+            };
             if before.qcow2 != now.qcow2 {
                 let (shown, of) = (shell_word(&now.path), shell_word(overlay));
                 let format = if before.qcow2 { "qcow2" } else { "raw" };
@@ -397,6 +386,13 @@ impl StateFile {
             overlay = &now.path;
         }
         Ok(())
+    }
+
+    /// Whether the backing files `found` of the image have other formats than recorded. A raw image that is opened as
+    /// qcow2 would decide by its contents, which a client may have written, which files are opened.
+    pub(crate) fn has_other_formats(&self, found: &[BackingFile]) -> bool {
+        let recorded = self.backing.iter().flatten();
+        recorded.zip(found).any(|(before, now)| before.qcow2 != now.qcow2)
     }
 }
 

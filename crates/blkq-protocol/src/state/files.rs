@@ -95,9 +95,10 @@ impl ImageEntry {
     /// have other numbers, as [`StateFile::check_image`] permits.
     fn succeeded_with(&self, options: &Record) -> ImageEntry {
         let mut next = ImageEntry::new(self.number, &self.path, options, self.backing.clone());
+        let image = [self.file, next.file];
         for (before, now) in next.backing.iter_mut().zip(backing_of(options)) {
             let file = FileId::from(&now);
-            if !before.file.is_replaced(&now.path, file, false) {
+            if before.is_at(&now, false, image) {
                 before.file = file;
             }
         }
@@ -270,7 +271,13 @@ impl StateDir {
         if state.backing.is_none() || found.is_empty() {
             return Ok(());
         }
-        state.check_formats(&state.image_path(), &found)?;
+        if state.has_other_formats(&found) {
+            return Err(Failure::new(format!(
+                "a backing file of {} has another format than before; run `blkq detach {}`, and check the image with \
+                 `qemu-img info --backing-chain`",
+                state.image, state.name
+            )));
+        }
         let now = recorded(&found);
         self.change_options(&state.name, |file| {
             let images = file.images.iter_mut().filter(|image| image.number == number);
@@ -279,25 +286,32 @@ impl StateDir {
         })
     }
 
-    /// The backing files of each image of the device `name`, by the number of the image, if an older version wrote
-    /// `NAME.options` and did not record them.
-    pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(u64, Vec<RecordedBacking>)> {
+    /// The backing files of each image of the device `name`, with the number and the path of the image, if an older
+    /// version wrote `NAME.options` and did not record them.
+    pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(u64, String, Vec<RecordedBacking>)> {
         let options = self.read_options(name).ok().filter(|options| !options.has_backing);
         let images = options.into_iter().flat_map(|options| options.images);
-        images.map(|image| (image.number, recorded(&backing_of(&image.options)))).collect()
+        images
+            .map(|image| {
+                let backing = recorded(&backing_of(&image.options));
+                (image.number, image.path, backing)
+            })
+            .collect()
     }
 
     /// Records the [`StateDir::unrecorded_backing_files`], if there are any. Older versions can then no longer read
     /// `NAME.options`. Fails if the file cannot be replaced.
-    pub fn record_backing_files(&self, name: &str, found: &[(u64, Vec<RecordedBacking>)]) -> Outcome {
+    pub fn record_backing_files(&self, name: &str, found: &[(u64, String, Vec<RecordedBacking>)]) -> Outcome {
         if found.is_empty() {
             return Ok(());
         }
         self.change_options(name, |file| {
             for image in &mut file.images {
-                let known = found.iter().find(|(number, _)| *number == image.number);
+                // A daemon that serves the image with other options since has recorded it again.
+                let same = found.iter().find(|(number, ..)| *number == image.number);
+                let known = same.or_else(|| found.iter().rfind(|(_, path, _)| *path == image.path));
                 image.backing = known
-                    .map_or_else(|| recorded(&backing_of(&image.options)), |(_, backing)| backing.clone());
+                    .map_or_else(|| recorded(&backing_of(&image.options)), |(.., backing)| backing.clone());
             }
             file.has_backing = true;
             Ok(())
