@@ -48,6 +48,25 @@ fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
 }
 
 #[test]
+fn an_upgrade_does_not_look_at_what_a_guest_has_written() {
+    let place = Place::new("upgrade-format");
+    attach(&place);
+    // For example, the guest has encrypted its disk.
+    File::options()
+        .write(true)
+        .open(place.dir.join("image"))
+        .unwrap()
+        .write_all(b"LUKS\xba\xbe\0\x02")
+        .unwrap();
+    place.done(&["upgrade", "d"]);
+    let image = place.dir.join("image").display().to_string();
+    kill_and_wait(place.pid("d"), &[&image]);
+    place.done(&["recover", "d"]);
+    place.done(&["detach", "d"]);
+    assert!(place.refused(&["attach", &image]).contains("is a LUKS image"));
+}
+
+#[test]
 fn a_new_daemon_searches_the_ceiling_again() {
     let place = Place::new("upgrade-auto");
     attach(&place);
@@ -98,6 +117,17 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     assert!(line.contains("so the old program serves the device again, outside of the service"), "{line}");
     assert_ne!(place.pid("d"), old);
     check_settings(&place);
+    // A service that would serve another disk is not waited for.
+    let config = place.dir.join("c");
+    fs::create_dir(&config).unwrap();
+    let image = place.dir.join("image");
+    let text = format!("image = {image:?}\nexport = \"vhost-user-blk\"\noffset = 4096\n");
+    fs::write(config.join("d.toml"), text).unwrap();
+    let mut command = place.command(&["upgrade", "--service", "d"]);
+    let output = command.env("BLKQ_CONFIG_DIR", &config).output().unwrap();
+    let line = place::without_progress(output.stderr);
+    assert!(line.contains("d.toml describes another disk than the device serves"), "{line}");
+    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["hang-warning"], json!(7));
     // A service that can start a daemon takes over at the next upgrade.
     let mut upgrade = place.command(&["upgrade", "--service", "d"]);
     let upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -397,11 +427,15 @@ fn a_daemon_does_not_choose_what_the_next_one_reads() {
     rebase(&base);
     place.refused(&["recover", "d"]);
     place.done(&["recover", "--allow-replaced", "d"]);
-    // The file system of the backing file was mounted again, and has another number.
+    // The file system of the files was mounted again, and has another number; or only the backing file did.
     kill_and_wait(place.pid("d"), &[&top]);
     let mut options = place::client::state(&place, "d.options");
-    options["images"].as_array_mut().unwrap().last_mut().unwrap()["backing"][0]["file"]["device"] =
-        json!([4095, 7]);
+    let image = options["images"].as_array_mut().unwrap().last_mut().unwrap();
+    let number = std::mem::replace(&mut image["backing"][0]["file"]["device"], json!([4095, 7]));
+    fs::write(place.state().join("d.options"), options.to_string()).unwrap();
+    place.refused(&["recover", "d"]);
+    let image = options["images"].as_array_mut().unwrap().last_mut().unwrap();
+    assert_eq!(std::mem::replace(&mut image["file"]["device"], json!([4095, 7])), number);
     fs::write(place.state().join("d.options"), options.to_string()).unwrap();
     place.done(&["recover", "d"]);
     place.done(&["upgrade", "d"]);
@@ -438,10 +472,13 @@ fn a_header_changes_neither_format_nor_a_deeper_backing_file() {
     rebase(&middle, "raw", &base);
     rebase(&top, "raw", &middle);
     let undo = format!("run `qemu-img rebase -u -b {middle} -F qcow2 {top}`");
-    for words in [&["recover", "d"][..], &["recover", "--allow-replaced", "d"]] {
-        let line = place.refused(words);
-        assert!(line.contains("another format") && line.contains(&undo), "{line}");
-    }
+    let line = place.refused(&["recover", "d"]);
+    assert!(line.contains("another format") && line.contains(&undo), "{line}");
+    let line = place.refused(&["recover", "--allow-replaced", "d"]);
+    assert!(line.contains("another format"), "{line}");
+    // The advice would make a raw file that a client has written the base of the image.
+    rebase(&top, "raw", &other);
+    assert!(!place.refused(&["recover", "d"]).contains("rebase"));
     rebase(&top, "qcow2", &middle);
     place.done(&["recover", "d"]);
     // The commit keeps what is recorded of the files below.

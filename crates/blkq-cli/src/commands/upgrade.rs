@@ -3,6 +3,7 @@
 //! requests in flight.
 
 use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,11 @@ use blkq_protocol::control::{Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{DeviceInfo, StateFile};
-use blkq_protocol::options::{AttachOptions, with_write_access};
+use blkq_protocol::options::{AttachOptions, find_ceph_files, with_write_access};
 use blkq_protocol::state::StateDir;
 
 use super::recover::attach_options;
+use crate::config;
 use crate::devices::DeviceArg;
 use crate::launch::session::in_own_session;
 use crate::launch::{Launched, Program, report};
@@ -86,6 +88,9 @@ impl Args {
         if let Some(options) = &guest {
             state.check_image(options, true)?;
             D::check_successor(dir, &with_write_access(options, &state.settings), before.size)?;
+            if self.service {
+                check_configuration(dir, &state)?;
+            }
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, &state, guest)?;
         match self.service {
@@ -93,6 +98,27 @@ impl Args {
             false => device.start(),
         }
     }
+}
+
+/// Checks that the service of a virtual machine's disk, if it has a configuration file, would serve the same disk:
+/// else the machine would wait until the service has given up.
+fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
+    let path = config::path_of(&state.name);
+    if !path.exists() {
+        return Ok(());
+    }
+    let mut options = config::named(&state.name).and_then(config::with_defaults)?;
+    state.check_image(&options, true)?;
+    options = with_write_access(&options, &state.settings).absolute(Path::new("/"))?;
+    find_ceph_files(&mut options, |name| std::env::var_os(name));
+    if state.is_continued_by(dir, &options) {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "{} describes another disk than the device serves; correct image, offset, size-limit, sector-size, read-only, \
+         export, vhost-socket and the files of Ceph, or upgrade without --service",
+        path.display()
+    )))
 }
 
 /// A device that its daemon has left. Its I/O waits for the next daemon.

@@ -289,32 +289,14 @@ impl Claim {
     }
 
     /// Refuses to attach a device with `options` under a name that belongs to the disk of a virtual machine whose
-    /// daemon died, unless the options, those for Ceph included, serve the same disk at the same socket. Otherwise
-    /// the machine would later overwrite newer data with the requests that it submits again, or these would fail. The
-    /// caller restores the settings that `blkq set` changed only if `options` contain them ([`with_write_access`]).
+    /// daemon died, unless the next daemon would serve the same disk ([`StateFile::is_continued_by`]).
     pub fn check_continues(&self, options: &AttachOptions) -> Outcome {
-        let Some((before, mut theirs)) = self.guest_before() else { return Ok(()) };
-        theirs = with_write_access(&theirs, &before.settings);
-        find_ceph_files(&mut theirs, |name| std::env::var_os(name));
-        let is_image = before.is_of_image(&theirs, options);
-        let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
-        let is_disk = is_image
-            && theirs.ceph_conf == options.ceph_conf
-            && theirs.offset == options.offset
-            && theirs.size_limit == options.size_limit
-            && theirs.sector_size == options.sector_size
-            && (theirs.read_only || !options.read_only)
-            && is_qcow2(&theirs) == is_qcow2(options);
-        // A machine that waits at another socket would submit its requests again to some later daemon.
-        let socket =
-            |options: &AttachOptions| options.vhost_socket.clone().unwrap_or_else(|| self.file(".vhost"));
-        let exports = &options.exports;
-        let is_served = exports.contains(&Export::VhostUserBlk) && !exports.contains(&Export::Ublk);
-        if is_disk && is_served && socket(&theirs) == socket(options) {
+        let Some(before) = self.before.as_ref().filter(|before| !before.is_continued_by(&self.dir, options))
+        else {
             return Ok(());
-        }
+        };
         let name = &self.name;
-        let other_name = if is_image { "" } else { "; or choose another --name" };
+        let other_name = if before.is_of_another_guest(options) { "; or choose another --name" } else { "" };
         Err(Failure::new(format!(
             "the name {name} belongs to the disk of a virtual machine, which waits because the daemon was killed or \
              crashed; run `blkq recover {name}` to serve it again, or `blkq detach {name}` to remove it{other_name}"
@@ -325,13 +307,8 @@ impl Claim {
     /// backing file ([`StateFile::check_image`]).
     pub fn check_attach(&self, options: &AttachOptions) -> Outcome {
         self.check_continues(options)?;
-        self.guest_before().map_or(Ok(()), |(before, _)| before.check_image(options, false))
-    }
-
-    /// The state and the attach options of the disk of a virtual machine whose daemon died.
-    fn guest_before(&self) -> Option<(&StateFile, AttachOptions)> {
-        let before = self.before.as_ref()?;
-        Some((before, before.guest_options().ok().flatten()?))
+        let guest = self.before.as_ref().filter(|before| matches!(before.guest_options(), Ok(Some(_))));
+        guest.map_or(Ok(()), |before| before.check_image(options, false))
     }
 
     pub fn file(&self, suffix: &str) -> PathBuf {
@@ -379,6 +356,30 @@ impl Claim {
 }
 
 impl StateFile {
+    /// Whether a daemon with `options`, those for Ceph included, serves the same disk at the same socket, if this is the
+    /// disk of a virtual machine. Otherwise the machine would later overwrite newer data with the requests that it
+    /// submits again, or these would fail. The caller restores the settings that `blkq set` changed only if
+    /// `options` contain them ([`with_write_access`]).
+    pub fn is_continued_by(&self, dir: &StateDir, options: &AttachOptions) -> bool {
+        let Ok(Some(mut before)) = self.guest_options() else { return true };
+        before = with_write_access(&before, &self.settings);
+        find_ceph_files(&mut before, |name| std::env::var_os(name));
+        let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
+        let is_disk = self.is_of_image(&before, options)
+            && before.ceph_conf == options.ceph_conf
+            && before.offset == options.offset
+            && before.size_limit == options.size_limit
+            && before.sector_size == options.sector_size
+            && (before.read_only || !options.read_only)
+            && is_qcow2(&before) == is_qcow2(options);
+        // A machine that waits at another socket would submit its requests again to some later daemon.
+        let own = dir.file(&self.name, ".vhost");
+        let socket = |options: &AttachOptions| options.vhost_socket.clone().unwrap_or_else(|| own.clone());
+        let exports = &options.exports;
+        let is_served = exports.contains(&Export::VhostUserBlk) && !exports.contains(&Export::Ublk);
+        is_disk && is_served && socket(&before) == socket(options)
+    }
+
     /// Whether this is the disk of a virtual machine, and not the image of `options`.
     fn is_of_another_guest(&self, options: &AttachOptions) -> bool {
         matches!(self.guest_options(), Ok(Some(theirs)) if !self.is_of_image(&theirs, options))
