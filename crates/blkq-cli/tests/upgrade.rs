@@ -48,7 +48,7 @@ fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
 }
 
 #[test]
-fn an_upgrade_does_not_look_at_what_a_guest_has_written() {
+fn an_upgrade_ignores_the_format_that_a_guest_has_written() {
     let place = Place::new("upgrade-format");
     attach(&place);
     // For example, the guest has encrypted its disk.

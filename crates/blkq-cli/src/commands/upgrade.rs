@@ -101,7 +101,7 @@ impl Args {
 }
 
 /// Checks that the service of a virtual machine's disk, if it has a configuration file, would serve the same disk:
-/// else the machine would wait until the service has given up.
+/// else the machine would wait until the service has failed to start.
 fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
     let path = config::path_of(&state.name);
     if !path.exists() {

@@ -232,7 +232,7 @@ impl Drop for LocalQueue {
         self.queue.close_to_submitters();
         let unwinds = std::thread::panicking();
         if unwinds {
-            // If the driver has panicked, it must get no more work: a second panic while the stack unwinds aborts
+            // If the driver has panicked, it must get nothing else: a second panic while the stack unwinds aborts
             // the process.
             self.queue.abandon();
         } else {
