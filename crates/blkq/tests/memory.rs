@@ -9,8 +9,8 @@ use std::sync::mpsc::channel;
 
 use crate::common::{Behaviour, Device, filled, plain_limits, run};
 use blkq::{
-    Bio, Disk, Driver, DriverContext, DriverQueue, Error, ErrorPolicy, IoResult, LocalQueue, OpenContext,
-    Operation, QueueLimits, Sector, Setting, Status, Tag, Taken,
+    Bio, BioFlags, Disk, Driver, DriverContext, DriverQueue, Error, ErrorPolicy, IoResult, LocalQueue,
+    OpenContext, Operation, QueueLimits, Sector, Setting, Status, Tag, Taken,
 };
 
 #[test]
@@ -157,17 +157,20 @@ fn a_driver_that_panics_is_given_no_request_twice() {
 
 #[test]
 fn a_panic_that_drops_the_queue_calls_the_driver_no_more() {
-    for reads in [0, 1] {
-        let driver = Panicking { is_first_kept: reads > 0, ..Panicking::default() };
+    for is_first_kept in [false, true] {
+        let driver = Panicking { is_first_kept, ..Panicking::default() };
         let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
         let mut queue = disk.open_queue(0).unwrap();
-        // The driver has this request when it panics, so the queue must wait for it.
-        (0..reads).for_each(|_| queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap());
+        // The driver has this request when it panics, so the queue must wait for it. A flush would follow.
+        let first = Bio::write(Sector(0), filled(512, 0), 0).with_flags(BioFlags::FUA);
+        if is_first_kept {
+            queue.submit(first).unwrap();
+        }
         queue.poll();
         driver.panics_with_requests.store(true, SeqCst);
         // The first of four parts panics, and the others could get tags.
         catch_unwind(AssertUnwindSafe(move || queue.submit(Bio::discard(Sector(0), 2048, 0)))).unwrap_err();
-        assert_eq!(driver.offered.load(SeqCst), reads + 1);
+        assert_eq!(driver.offered.load(SeqCst), 1 + usize::from(is_first_kept));
         // The queue that dispatched as its driver panicked is not waited for.
         drop(disk.quiesce());
     }

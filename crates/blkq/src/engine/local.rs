@@ -140,6 +140,21 @@ impl LocalQueue {
         if sleeps {
             self.queue.idle();
         }
+        self.receive(sleeps, timeout);
+        if sleeps {
+            self.queue.woke();
+        }
+        if sleeps_in_ring {
+            self.kick.woke();
+        }
+        self.queue.begin_turn(self.ring.as_deref_mut());
+        self.queue.dispatch_all(self.ring.as_deref_mut());
+        self.queue.end_turn();
+    }
+
+    /// Submits, and sleeps if `sleeps` is set, `timeout` at most. Then passes the completions of the ring to the driver.
+    #[inline(always)]
+    fn receive(&mut self, sleeps: bool, timeout: Option<Duration>) {
         match &mut self.ring {
             Some(ring) => {
                 if sleeps {
@@ -164,15 +179,6 @@ impl LocalQueue {
             }
             None => timeout.into_iter().for_each(std::thread::sleep),
         }
-        if sleeps {
-            self.queue.woke();
-        }
-        if sleeps_in_ring {
-            self.kick.woke();
-        }
-        self.queue.begin_turn(self.ring.as_deref_mut());
-        self.queue.dispatch_all(self.ring.as_deref_mut());
-        self.queue.end_turn();
     }
 
     /// Takes the oldest completion; `None` if no bio has completed.
@@ -230,19 +236,22 @@ impl Drop for LocalQueue {
         // The kernel may still write into the buffers of I/O in flight, so they must not be freed before it
         // completes.
         self.queue.close_to_submitters();
-        let unwinds = std::thread::panicking();
-        if unwinds {
-            // If the driver has panicked, it must get nothing else: a second panic while the stack unwinds aborts
+        if std::thread::panicking() {
+            // If the driver has panicked, it must get no further requests: a second panic while the stack unwinds aborts
             // the process.
             self.queue.abandon();
+            while self.queue.has_started() {
+                self.receive(true, Some(IDLE_WAIT));
+                self.queue.finish_started(self.ring.as_deref_mut());
+            }
         } else {
             // Issues the requests that waited for a limit, which no longer applies.
             self.turn(0);
-        }
-        // Bios that wait for the next turn are work, though the driver may have no request.
-        while self.queue.has_started() || (!unwinds && self.queue.has_changed()) {
-            self.turn(1);
-            self.queue.completions_mut().clear();
+            // Bios that wait for the next turn are work, though the driver may have no request.
+            while self.queue.has_started() || self.queue.has_changed() {
+                self.turn(1);
+                self.queue.completions_mut().clear();
+            }
         }
         self.queue.close(self.ring.as_deref_mut());
     }

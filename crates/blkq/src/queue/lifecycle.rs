@@ -138,6 +138,13 @@ impl Queue {
         self.dispatch.close(&mut self.io, ring);
     }
 
+    /// Completes the requests that the driver has finished, and what then needs the driver again with
+    /// [`Status::Offline`].
+    pub fn finish_started(&mut self, ring: Option<&mut Ring>) {
+        self.dispatch.poll(&mut self.io, ring);
+        self.abandon();
+    }
+
     /// Completes everything that the driver has not taken with [`Status::Offline`].
     pub fn abandon(&mut self) {
         self.close_fast_path();

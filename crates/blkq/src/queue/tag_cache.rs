@@ -162,7 +162,8 @@ impl TagCache {
     /// Whether a queue with `in_use` requests may get more than `count` tags now.
     pub fn may_get_more_than(&self, count: u32, in_use: u32) -> bool {
         let Some(SharedTags { set, .. }) = &self.shared else { return self.own() > count as usize };
-        let free = u32::from(set.depth()).saturating_sub(set.in_use());
+        // Tags of completed requests that are not shared yet count as in use.
+        let free = u32::from(set.depth()).saturating_sub(set.in_use()) + self.own() as u32;
         self.may_get_shared(in_use + count) == Some(true) && free > count
     }
 
