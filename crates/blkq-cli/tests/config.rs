@@ -144,6 +144,23 @@ fn wait_for_device(place: &Place, child: &mut Child) {
 }
 
 #[test]
+fn a_service_looks_at_an_image_that_changed_while_it_was_down() {
+    let place = configured("service-format", &[]);
+    let image = place.image("disk.img", 1 << 20);
+    fs::write(place.dir.join("c/data.toml"), format!("image = \"{image}\"\nexport = \"nbd\"\n")).unwrap();
+    let mut child = service(&place);
+    wait_for_device(&place, &mut child);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // No client of NBD continues, so the image may be another one.
+    fs::write(&image, b"QFI\xfb\0\0\0\x03").unwrap();
+    let output = run(&place, &["service", "data"]);
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{line}");
+    assert!(line.contains("qcow2"), "{line}");
+}
+
+#[test]
 fn a_service_is_upgraded_by_its_manager() {
     let place = configured("service", &[]);
     let image = place.image("disk.img", 1 << 20);

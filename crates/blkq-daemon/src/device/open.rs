@@ -53,7 +53,7 @@ impl Device {
     ) -> Outcome<Device> {
         let recorded = with_ceph_files(options);
         let mut options = with_write_access(&recorded, &settings);
-        if claim.is_kept() {
+        if claim.is_of_guest() {
             keep_format(&mut options);
         }
         let options = &options;

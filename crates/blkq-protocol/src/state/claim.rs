@@ -89,12 +89,18 @@ impl StateDir {
         let base = name_from(wanted, room - 5);
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
-            match Claim::take(self, &name, Taker::AnyName(options))? {
+            let take = || Claim::take(self, &name, Taker::AnyName(options));
+            let mut attempt = take()?;
+            if matches!(attempt, Attempt::Locked) && self.holder_is_dying(&name) {
+                // The image must not be attached again until the dying daemon has exited.
+                self.wait_for_dying(&name);
+                attempt = take()?;
+            }
+            match attempt {
                 Attempt::Claim(claim) => return Ok(*claim),
                 // The orphaned block device most likely serves the same image, which must not be attached
                 // twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
-                // The image must not be attached again either until the dying daemon has exited.
                 Attempt::Locked if self.holder_is_dying(&name) => return self.claim(&name),
                 Attempt::Locked | Attempt::OfAnotherDisk => {}
             }
@@ -307,8 +313,13 @@ impl Claim {
     /// backing file ([`StateFile::check_image`]).
     pub fn check_attach(&self, options: &AttachOptions) -> Outcome {
         self.check_continues(options)?;
-        let guest = self.before.as_ref().filter(|before| matches!(before.guest_options(), Ok(Some(_))));
+        let guest = self.before.as_ref().filter(|_| self.is_of_guest());
         guest.map_or(Ok(()), |before| before.check_image(options, false))
+    }
+
+    /// Whether the previous daemon of this name served the disk of a virtual machine, and died.
+    pub fn is_of_guest(&self) -> bool {
+        self.before.as_ref().is_some_and(|before| matches!(before.guest_options(), Ok(Some(_))))
     }
 
     pub fn file(&self, suffix: &str) -> PathBuf {
