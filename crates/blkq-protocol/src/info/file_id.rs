@@ -58,7 +58,9 @@ impl RecordedBacking {
             [Some(before), Some(now)] if before.device == self.file.device => now.device,
             _ => self.file.device,
         };
-        file.device == device && !self.file.is_replaced(&now.path, file, is_open)
+        // In a file system that renumbers its files, the image has another number too.
+        let keeps_numbers = is_open || image[0].is_some() && image[0] == image[1];
+        file.device == device && !self.file.is_replaced(&now.path, file, keeps_numbers)
     }
 }
 

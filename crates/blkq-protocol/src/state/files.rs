@@ -25,6 +25,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::{BackingFile, backing_files};
 use blkq_export::ublk::Identity;
@@ -274,8 +275,10 @@ impl StateDir {
         if state.has_other_formats(&found) {
             return Err(Failure::new(format!(
                 "a backing file of {} has another format than before; run `blkq detach {}`, and check the image with \
-                 `qemu-img info --backing-chain`",
-                state.image, state.name
+                 `qemu-img info --backing-chain {}`",
+                state.image,
+                state.name,
+                shell_word(state.image_path())
             )));
         }
         let now = recorded(&found);
