@@ -57,9 +57,8 @@ const DELETED: &str = " (deleted)";
 #[derive(Debug)]
 struct Wanted {
     name: String,
-    /// The number for the overlay ([`StateDir::next_image`]). If another command takes it, the image of the device is
-    /// no longer the one that was checked.
-    number: Option<u64>,
+    /// The number of the image that was checked.
+    current: Option<u64>,
     path: PathBuf,
     /// The attach options of the device with the overlay as its image.
     options: Record,
@@ -95,7 +94,7 @@ impl Args {
             )));
         }
         let begun = wanted.iter().map(|wanted| Begun::new(&dir, wanted)).collect::<Outcome<Vec<_>>>()?;
-        let done = change_over(begun)?;
+        let done = change_over(&dir, begun)?;
         // Nothing is printed before all devices have switched: printing may block.
         let mut failures = Vec::new();
         for (wanted, done) in done {
@@ -137,7 +136,6 @@ impl Args {
         let mut info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
         // Image and options come from the state file, not from the daemon, which a client may have taken
         // over: the next daemon of the device trusts the options that are derived from them.
-        let number = dir.next_image(&name);
         let state = dir.read_state(&name);
         let options = state.as_ref().and_then(|state| state.attach_options.as_ref());
         let (Some(state), Some(options)) = (&state, options.map(Record::read).transpose()?) else {
@@ -196,7 +194,7 @@ impl Args {
         options.check()?;
         let image = FileId::of(info.image_path()).map(|file| RecordedBacking { file, qcow2 });
         let backing = image.into_iter().chain(state.backing.iter().flatten().copied()).collect();
-        Ok(Wanted { name, number, path, options: Record::new(&options)?, backing })
+        Ok(Wanted { name, current: state.number, path, options: Record::new(&options)?, backing })
     }
 }
 
@@ -304,13 +302,13 @@ type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 impl<'a> Begun<'a> {
     /// Creates the file of the overlay, and lets the daemon flush the device, which still serves I/O.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
-        let Wanted { name, number, path, options, backing } = wanted;
-        let number = *number;
+        let Wanted { name, path, options, backing, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
         // The overlay must be recorded before the request: this command may be killed while the daemon
         // switches to the overlay, and the next daemon needs its options.
+        let number = dir.next_image(name);
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())
                 .map_err(of)?;
@@ -329,8 +327,14 @@ impl<'a> Begun<'a> {
         step.and_then(|done| done).map_err(|e| self.failed(e))
     }
 
-    /// Checks that the daemon still waits for the last step: it cancels if the other devices take too long.
-    fn check(&self) -> Outcome {
+    /// Checks that the daemon still waits for the last step (it cancels if the other devices take too long), and that no
+    /// other command has switched the device since it was checked: the backing files are recorded already.
+    fn check(&self, dir: &StateDir) -> Outcome {
+        if dir.read_state(&self.wanted.name).is_some_and(|state| state.number != self.wanted.current) {
+            return Err(self.failed(Failure::new(
+                "another command has switched the device to another image; try again",
+            )));
+        }
         if self.dialogue.is_waiting() {
             return Ok(());
         }
@@ -344,9 +348,9 @@ impl<'a> Begun<'a> {
 
 /// Freezes the devices one after the other, then lets all of them continue with their overlays. Fails if a
 /// device cannot be frozen; then all devices keep their old images.
-fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<Done<'_>>> {
+fn change_over<'a>(dir: &StateDir, begun: Vec<Begun<'a>>) -> Outcome<Vec<Done<'a>>> {
     begun.iter().try_for_each(Begun::stop)?;
-    begun.iter().try_for_each(Begun::check)?;
+    begun.iter().try_for_each(|one| one.check(dir))?;
     // The last step is sent to all devices before any reply is read. Killing this command in between would
     // leave some devices with their old images, so the time in between is kept short.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
@@ -401,8 +405,7 @@ mod tests {
         let path = dir.file(name, ".new");
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
-        let number = dir.next_image(name);
-        Wanted { name: name.to_owned(), number, path, options, backing: Vec::new() }
+        Wanted { name: name.to_owned(), current: None, path, options, backing: Vec::new() }
     }
 
     #[test]
@@ -417,14 +420,24 @@ mod tests {
         let mut claim = dir.claim("a").unwrap();
         let first = Record::new(&options(&["/first"])).unwrap();
         let image = claim.write_options("/first", &first, None).unwrap();
-        claim.write_state(&DaemonState { pid: 1, image, exports: Vec::new(), settings: Vec::new() }).unwrap();
-        claim.keep(true);
-        let wanted = wanted(&dir, "a");
-        // The image that was checked is no longer that of the device.
-        dir.add_image("a", wanted.number.unwrap(), "/second", &first, Vec::new()).unwrap();
-        let failure = Begun::new(&dir, &wanted).err().unwrap().to_string();
-        assert!(failure.starts_with("snapshot a: another command is switching the device"), "{failure}");
+        let serve = |image| {
+            claim
+                .write_state(&DaemonState { pid: 1, image, exports: Vec::new(), settings: Vec::new() })
+                .unwrap()
+        };
+        serve(image);
+        let wanted = Wanted { current: Some(image), ..wanted(&dir, "a") };
+        // The image that was checked is no longer that of the device when the daemon is ready.
+        dir.add_image("a", image + 1, "/second", &first, Vec::new()).unwrap();
+        serve(image + 1);
+        let answer = daemon(&dir, "a", |mut stream| stream.read(&mut [0]).unwrap());
+        let begun = vec![Begun::new(&dir, &wanted).unwrap()];
+        let failure = change_over(&dir, begun).unwrap_err().to_string();
+        assert!(failure.starts_with("snapshot a: another command has switched the device"), "{failure}");
+        assert_eq!(answer.join().unwrap(), 0, "the device keeps its image");
         assert!(!wanted.path.exists());
+        claim.keep(false);
+        drop(claim);
         std::fs::remove_dir_all(dir.path()).unwrap();
     }
 
@@ -451,7 +464,7 @@ mod tests {
         });
         let wanted = ["a", "b"].map(|name| wanted(&dir, name));
         let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
-        let failure = change_over(begun).unwrap_err().to_string();
+        let failure = change_over(&dir, begun).unwrap_err().to_string();
         assert!(failure.starts_with("snapshot a: "), "{failure}");
         assert_eq!(second.join().unwrap(), 0, "the connection is closed, and the device keeps its image");
         first.join().unwrap();
@@ -476,7 +489,7 @@ mod tests {
         ];
         let wanted = ["done", "dead", "refused"].map(|name| wanted(&dir, name));
         let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
-        let done = change_over(begun).unwrap();
+        let done = change_over(&dir, begun).unwrap();
         daemons.into_iter().for_each(|daemon| daemon.join().unwrap());
         assert_eq!([0, 1, 2].map(|at| done[at].1.is_ok()), [true, false, false]);
         assert_eq!([0, 1, 2].map(|at| wanted[at].path.exists()), [true, true, false]);
