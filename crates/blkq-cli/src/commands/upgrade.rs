@@ -11,7 +11,7 @@ use blkq_protocol::control::{Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{DeviceInfo, StateFile};
-use blkq_protocol::options::{AttachOptions, find_ceph_files, with_write_access};
+use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::StateDir;
 
 use super::recover::attach_options;
@@ -108,11 +108,13 @@ fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
         return Ok(());
     }
     let mut options = config::named(&state.name).and_then(config::with_defaults)?;
-    state.check_image(&options, true)?;
     options = with_write_access(&options, &state.settings).absolute(Path::new("/"))?;
-    find_ceph_files(&mut options, |name| std::env::var_os(name));
+    // The command or the environment of the service may give these.
+    let recorded = state.guest_options()?;
+    options.ceph_conf = options.ceph_conf.or_else(|| recorded.as_ref()?.ceph_conf.clone());
+    options.vhost_socket = options.vhost_socket.or_else(|| recorded?.vhost_socket);
     if state.is_continued_by(dir, &options) {
-        return Ok(());
+        return state.check_image(&options, true);
     }
     Err(Failure::new(format!(
         "{} describes another disk than the device serves; correct image, offset, size-limit, sector-size, read-only, \
