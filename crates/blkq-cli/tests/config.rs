@@ -144,7 +144,7 @@ fn wait_for_device(place: &Place, child: &mut Child) {
 }
 
 #[test]
-fn a_service_looks_at_an_image_that_changed_while_it_was_down() {
+fn a_service_checks_an_image_that_changed_meanwhile() {
     let place = configured("service-format", &[]);
     let image = place.image("disk.img", 1 << 20);
     fs::write(place.dir.join("c/data.toml"), format!("image = \"{image}\"\nexport = \"nbd\"\n")).unwrap();

@@ -155,6 +155,9 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             };
             Failure::new(format!("{error}{place}; {hint}"))
         }
+        ErrorKind::NotFound | ErrorKind::BackingFile if claim.is_kept() && !error.has_cure() => {
+            Failure::new(format!("{error}; move the file back to its place"))
+        }
         ErrorKind::Claimed if claim.is_kept() => Failure::new(format!("{error}; release it there first")),
         ErrorKind::Claimed => Failure::new(format!(
             "{error}; release it there first, or attach with --shared, which skips this check: two file systems on \
