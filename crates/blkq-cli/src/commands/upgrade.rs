@@ -2,10 +2,10 @@
 //! must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
 //! requests in flight.
 
-use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use blkq_protocol::control::{Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
@@ -104,7 +104,8 @@ impl Args {
 /// else the machine would wait until the service has failed to start.
 fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
     let path = config::path_of(&state.name);
-    if !path.exists() {
+    // Not `exists()`, which returns false for a file that this user may not inspect.
+    if fs::symlink_metadata(&path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
         return Ok(());
     }
     let mut options = config::named(&state.name).and_then(config::with_defaults)?;
