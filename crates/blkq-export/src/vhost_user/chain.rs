@@ -89,105 +89,54 @@ impl Chain {
     }
 }
 
-/// A part of a ring.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Part {
-    Descriptors,
-    /// The area that the driver writes: the available ring, or the event suppression of a packed ring.
-    Driver,
-    /// The area that the device writes: the used ring, or the device's event suppression of a packed ring.
-    Device,
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Part::Descriptors => "descriptors",
-            Part::Driver => "driver area",
-            Part::Device => "device area",
-        })
-    }
-}
-
-/// Why a ring was stopped: how the guest or its front end violated the specification.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(missing_docs, reason = "the message of each variant explains its fields")]
-pub enum RingError {
-    Size { size: u32 },
-    Unmapped { part: Part, address: u64 },
-    Base { base: u32 },
-    AvailableIndex { index: u16, expected: u16, size: u16 },
-    HeadRange { head: u16, size: u16 },
-    HeadInFlight { head: u16 },
-    NextRange { head: u16, next: u16 },
-    ChainLoop { head: u16 },
-    ChainTooLong { head: u16 },
-    RingOverrun { head: u16 },
-    IndirectNotNegotiated { head: u16 },
-    IndirectLength { head: u16, length: u32 },
-    IndirectNested { head: u16 },
-    IndirectNext { head: u16 },
-    EmptyBuffer { head: u16 },
-    Order { head: u16 },
-    BufferUnmapped { address: u64, length: u32 },
-    HeaderShort { bytes: u64 },
-    NoStatus,
-    Inflight { what: &'static str },
-    MemoryLost,
-}
-
-impl fmt::Display for RingError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use RingError::*;
-        match *self {
-            Size { size } => write!(f, "a ring cannot have {size} descriptors"),
-            Unmapped { part, address } => write!(
-                f,
-                "cannot use the {part} at {address:#x}: misaligned, or not inside one memory region"
-            ),
-            Base { base } => write!(f, "the ring cannot start at base {base:#x}"),
-            AvailableIndex { index, expected, size } => write!(
-                f,
-                "the available index jumped from {expected} to {index}, but the ring has {size} descriptors"
-            ),
-            HeadRange { head, size } => {
-                write!(f, "descriptor {head} was made available, but the ring has {size} descriptors")
-            }
-            HeadInFlight { head } => write!(f, "descriptor {head} was made available while it is in flight"),
-            NextRange { head, next } => write!(
-                f,
-                "the chain of descriptor {head} continues at descriptor {next}, which does not exist"
-            ),
-            ChainLoop { head } => write!(f, "the chain of descriptor {head} is a loop"),
-            ChainTooLong { head } => {
-                write!(f, "the chain of descriptor {head} has more than {DESCRIPTORS_MAX} buffers")
-            }
-            RingOverrun { head } => {
-                write!(f, "the chain of buffer {head} has more descriptors than are free in the ring")
-            }
-            IndirectNotNegotiated { head } => {
-                write!(f, "the chain of descriptor {head} has an indirect table, which was not negotiated")
-            }
-            IndirectLength { head, length } => {
-                write!(f, "the indirect table of descriptor {head} cannot have {length} bytes")
-            }
-            IndirectNested { head } => {
-                write!(f, "the indirect table of descriptor {head} contains another indirect table")
-            }
-            IndirectNext { head } => {
-                write!(f, "the chain of descriptor {head} continues after an indirect table")
-            }
-            EmptyBuffer { head } => write!(f, "the chain of descriptor {head} has a buffer of 0 bytes"),
-            Order { head } => {
-                write!(f, "the chain of descriptor {head} has a readable buffer after a writable one")
-            }
-            BufferUnmapped { address, length } => {
-                write!(f, "the {length} bytes at guest address {address:#x} are not guest memory")
-            }
-            HeaderShort { bytes } => write!(f, "a request has only {bytes} bytes of its header"),
-            NoStatus => f.write_str("a request has no byte for its status"),
-            Inflight { what } => write!(f, "the in-flight table is invalid: {what}"),
-            MemoryLost => f.write_str("the file of guest memory was truncated"),
+/// Declares the errors, each with its message.
+macro_rules! ring_errors {
+    ($($Error:ident $({ $($field:ident: $type:ty),* })? => $message:literal,)*) => {
+        /// Why a ring was stopped: how the guest or its front end violated the specification.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[allow(missing_docs, reason = "the message of each variant explains its fields")]
+        pub enum RingError {
+            $($Error $({ $($field: $type),* })?,)*
         }
-    }
+
+        impl fmt::Display for RingError {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match *self {
+                    $(RingError::$Error $({ $($field),* })? => write!(f, $message),)*
+                }
+            }
+        }
+    };
+}
+
+ring_errors! {
+    Size { size: u32 } => "a ring cannot have {size} descriptors",
+    Unmapped { part: &'static str, address: u64 } =>
+        "cannot use the {part} at {address:#x}: misaligned, or not inside one memory region",
+    Base { base: u32 } => "the ring cannot start at base {base:#x}",
+    AvailableIndex { index: u16, expected: u16, size: u16 } =>
+        "the available index jumped from {expected} to {index}, but the ring has {size} descriptors",
+    HeadRange { head: u16, size: u16 } =>
+        "descriptor {head} was made available, but the ring has {size} descriptors",
+    HeadInFlight { head: u16 } => "descriptor {head} was made available while it is in flight",
+    NextRange { head: u16, next: u16 } =>
+        "the chain of descriptor {head} continues at descriptor {next}, which does not exist",
+    ChainLoop { head: u16 } => "the chain of descriptor {head} is a loop",
+    ChainTooLong { head: u16 } => "the chain of descriptor {head} has more than {DESCRIPTORS_MAX} buffers",
+    RingOverrun { head: u16 } => "the chain of buffer {head} has more descriptors than are free in the ring",
+    IndirectNotNegotiated { head: u16 } =>
+        "the chain of descriptor {head} has an indirect table, which was not negotiated",
+    IndirectLength { head: u16, length: u32 } =>
+        "the indirect table of descriptor {head} cannot have {length} bytes",
+    IndirectNested { head: u16 } =>
+        "the indirect table of descriptor {head} contains another indirect table",
+    IndirectNext { head: u16 } => "the chain of descriptor {head} continues after an indirect table",
+    EmptyBuffer { head: u16 } => "the chain of descriptor {head} has a buffer of 0 bytes",
+    Order { head: u16 } => "the chain of descriptor {head} has a readable buffer after a writable one",
+    BufferUnmapped { address: u64, length: u32 } =>
+        "the {length} bytes at guest address {address:#x} are not guest memory",
+    HeaderShort { bytes: u64 } => "a request has only {bytes} bytes of its header",
+    NoStatus => "a request has no byte for its status",
+    Inflight { what: &'static str } => "the in-flight table is invalid: {what}",
+    MemoryLost => "the file of guest memory was truncated",
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::area::Area;
-use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError};
+use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, RingError};
 use super::memory::{Cursor, GuestMemory, Span};
 
 /// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
@@ -27,15 +27,43 @@ pub struct RingSpec {
     pub base: u32,
 }
 
-/// Finds a part of a ring in `memory`, or returns why the ring cannot be used.
-pub fn area(
-    memory: &Arc<GuestMemory>,
-    part: Part,
-    address: u64,
-    bytes: usize,
-    align: usize,
-) -> Result<Area, RingError> {
-    memory.area(address, bytes, align).ok_or(RingError::Unmapped { part, address })
+/// The guest's memory as a ring uses it.
+pub struct RingMemory {
+    memory: Arc<GuestMemory>,
+    cursor: Cursor,
+    /// Whether indirect tables were negotiated.
+    indirect: bool,
+}
+
+impl RingMemory {
+    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> RingMemory {
+        RingMemory { memory: Arc::clone(memory), cursor: Cursor::default(), indirect: spec.indirect }
+    }
+
+    /// Finds a part of the ring at the front end's address `at`, or returns why the ring cannot be used.
+    pub fn area(&self, part: &'static str, at: u64, bytes: usize, align: usize) -> Result<Area, RingError> {
+        self.memory.area(at, bytes, align).ok_or(RingError::Unmapped { part, address: at })
+    }
+
+    /// The table that `descriptor` in the chain of `head` names.
+    #[inline]
+    pub fn table(&mut self, head: u16, descriptor: &Descriptor) -> Result<Table<'_>, RingError> {
+        if !self.indirect {
+            return Err(RingError::IndirectNotNegotiated { head });
+        }
+        if descriptor.has(DESCRIPTOR_NEXT) {
+            return Err(RingError::IndirectNext { head });
+        }
+        let &Descriptor { address, length, .. } = descriptor;
+        let entries = length / DESCRIPTOR_BYTES as u32;
+        if !length.is_multiple_of(DESCRIPTOR_BYTES as u32) || !(1..=DESCRIPTORS_MAX as u32).contains(&entries)
+        {
+            return Err(RingError::IndirectLength { head, length });
+        }
+        let memory = &*self.memory;
+        let whole = memory.span(&mut self.cursor, address, length).filter(|span| span.len() == length);
+        Ok(Table { entries, memory, cursor: &mut self.cursor, address, length, whole })
+    }
 }
 
 /// A descriptor, copied out of the ring once.
@@ -49,18 +77,13 @@ pub struct Descriptor {
 
 impl Descriptor {
     #[inline]
-    pub fn split(low: u64, high: u64) -> Descriptor {
-        Descriptor {
-            address: low,
-            length: high as u32,
-            flags: (high >> 32) as u16,
-            next: (high >> 48) as u16,
-        }
+    pub fn split((address, high): (u64, u64)) -> Descriptor {
+        Descriptor { address, length: high as u32, flags: (high >> 32) as u16, next: (high >> 48) as u16 }
     }
 
     #[inline]
-    pub fn packed(low: u64, high: u64) -> Descriptor {
-        Descriptor { address: low, length: high as u32, flags: (high >> 48) as u16, next: 0 }
+    pub fn packed((address, high): (u64, u64)) -> Descriptor {
+        Descriptor { address, length: high as u32, flags: (high >> 48) as u16, next: 0 }
     }
 
     #[inline]
@@ -80,49 +103,28 @@ pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Result<u32, RingError> {
-    if !negotiated {
-        return Err(RingError::IndirectNotNegotiated { head });
-    }
-    if table.has(DESCRIPTOR_NEXT) {
-        return Err(RingError::IndirectNext { head });
-    }
-    let length = table.length;
-    if length == 0 || !length.is_multiple_of(DESCRIPTOR_BYTES as u32) {
-        return Err(RingError::IndirectLength { head, length });
-    }
-    let entries = length / DESCRIPTOR_BYTES as u32;
-    if entries > DESCRIPTORS_MAX as u32 {
-        return Err(RingError::IndirectLength { head, length });
-    }
-    Ok(entries)
-}
-
+/// An indirect table.
 pub struct Table<'a> {
+    /// Number of descriptors in the table.
+    pub entries: u32,
     memory: &'a GuestMemory,
+    cursor: &'a mut Cursor,
     address: u64,
     length: u32,
     /// The whole table, unless it crosses two memory regions: then each entry is looked up.
     whole: Option<Span<'a>>,
 }
 
-impl<'a> Table<'a> {
-    #[inline]
-    pub fn new(memory: &'a GuestMemory, cursor: &mut Cursor, descriptor: &Descriptor) -> Table<'a> {
-        let &Descriptor { address, length, .. } = descriptor;
-        let whole = memory.span(cursor, address, length).filter(|span| span.len() == length);
-        Table { memory, address, length, whole }
-    }
-
+impl Table<'_> {
     /// Reads each byte once. Fails with [`RingError::BufferUnmapped`] if the entry is not guest memory.
     #[inline]
-    pub fn entry(&self, cursor: &mut Cursor, index: u32) -> Result<(u64, u64), RingError> {
+    pub fn entry(&mut self, index: u32) -> Result<(u64, u64), RingError> {
         let offset = index * DESCRIPTOR_BYTES as u32;
+        let (address, length) = (self.address, self.length);
         let entry = match self.whole {
             Some(span) => span.load::<DESCRIPTOR_BYTES>(offset),
-            None => self.address.checked_add(offset.into()).and_then(|at| self.memory.load(cursor, at)),
+            None => address.checked_add(offset.into()).and_then(|at| self.memory.load(self.cursor, at)),
         };
-        let (address, length) = (self.address, self.length);
         let both = u128::from_le_bytes(entry.ok_or(RingError::BufferUnmapped { address, length })?);
         Ok((both as u64, (both >> 64) as u64))
     }

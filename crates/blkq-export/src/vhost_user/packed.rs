@@ -5,12 +5,12 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::area::Area;
 use super::chain::{
-    Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, Part, RingError,
+    Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, RingError,
 };
-use super::descriptor::{Descriptor, RingSpec, Table, area, indirect_entries, needs_event};
+use super::descriptor::{Descriptor, RingMemory, RingSpec, needs_event};
 use super::inflight::InflightQueue;
 use super::inflight_packed::{PackedInflight, Position, Recovered};
-use super::memory::{Cursor, GuestMemory};
+use super::memory::GuestMemory;
 
 // Bits of a descriptor's flags. With the wrap counter they say whether a descriptor is available or used.
 const AVAILABLE: u16 = 1 << 7;
@@ -44,7 +44,6 @@ pub struct PackedRing {
     device_event: Area,
     size: u16,
     event_idx: bool,
-    indirect: bool,
     next: Position,
     /// The position of the next used descriptor.
     used: Position,
@@ -60,23 +59,23 @@ pub struct PackedRing {
     /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
     /// wait for a call that the previous device did not make.
     call_first: bool,
-    memory: Arc<GuestMemory>,
-    cursor: Cursor,
+    memory: RingMemory,
 }
 
 impl PackedRing {
     /// Opens the ring. The lower half of the base is the position of the next chain, the upper half that of
     /// the next used descriptor. Fails for a position beyond the ring, or a part outside of one region.
     pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<PackedRing, RingError> {
-        let &RingSpec { size, event_idx, indirect, base, .. } = spec;
+        let &RingSpec { size, event_idx, base, .. } = spec;
         let (mut next, mut used) = (Position::of(base as u16), Position::of((base >> 16) as u16));
         if next.index >= size || used.index >= size {
             return Err(RingError::Base { base });
         }
         let bytes = usize::from(size) * DESCRIPTOR_BYTES;
-        let descriptors = area(memory, Part::Descriptors, spec.descriptors, bytes, 16)?;
-        let driver_event = area(memory, Part::Driver, spec.driver_area, EVENT_BYTES, 4)?;
-        let device_event = area(memory, Part::Device, spec.device_area, EVENT_BYTES, 4)?;
+        let memory = RingMemory::new(memory, spec);
+        let descriptors = memory.area("descriptors", spec.descriptors, bytes, 16)?;
+        let driver_event = memory.area("driver area", spec.driver_area, EVENT_BYTES, 4)?;
+        let device_event = memory.area("device area", spec.device_area, EVENT_BYTES, 4)?;
         let flags = |index: u16| descriptors.load_u16(flags_at(index), Ordering::Relaxed);
         // Some front ends send the base 0 for a new ring of either kind. For a packed ring, 0 means the
         // second lap; but if that is meant, some descriptor was used in the first lap.
@@ -89,7 +88,6 @@ impl PackedRing {
             device_event,
             size,
             event_idx,
-            indirect,
             next,
             used,
             in_flight: 0,
@@ -98,8 +96,7 @@ impl PackedRing {
             inflight: None,
             recovered: Vec::new(),
             call_first: true,
-            memory: Arc::clone(memory),
-            cursor: Cursor::default(),
+            memory,
         })
     }
 
@@ -222,11 +219,9 @@ impl PackedRing {
     }
 
     fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
-        let entries = indirect_entries(head, table, self.indirect)?;
-        let table = Table::new(&self.memory, &mut self.cursor, table);
-        for index in 0..entries {
-            let (low, high) = table.entry(&mut self.cursor, index)?;
-            let entry = Descriptor::packed(low, high);
+        let mut table = self.memory.table(head, table)?;
+        for index in 0..table.entries {
+            let entry = Descriptor::packed(table.entry(index)?);
             if entry.has(DESCRIPTOR_INDIRECT) {
                 return Err(RingError::IndirectNested { head });
             }
@@ -298,16 +293,10 @@ impl PackedRing {
         }
     }
 
-    fn set_event(&self, position: u16, flags: u16) {
-        let bits = u32::from(position) | u32::from(flags) << 16;
-        self.device_event.store_u32(0, bits, Ordering::Release);
-    }
-
     pub fn enable_kicks(&mut self) -> bool {
-        match self.event_idx {
-            true => self.set_event(self.next.bits(), EVENT_AT),
-            false => self.set_event(0, EVENT_ENABLE),
-        }
+        let (position, flags) = if self.event_idx { (self.next.bits(), EVENT_AT) } else { (0, EVENT_ENABLE) };
+        let event = u32::from(position) | u32::from(flags) << 16;
+        self.device_event.store_u32(0, event, Ordering::Release);
         // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
         // fence both could miss each other.
         fence(Ordering::SeqCst);

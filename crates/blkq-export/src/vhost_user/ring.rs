@@ -76,24 +76,10 @@ impl Ring {
     /// rule that the driver broke: afterwards, only chains in flight can complete.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
-        let head = match &mut self.kind {
-            Kind::Split(ring) => {
-                let Some(index) = ring.pop()? else { return Ok(None) };
-                if self.in_flight[usize::from(index)] {
-                    return Err(RingError::HeadInFlight { head: index });
-                }
-                ring.read_chain(index, chain)?;
-                Head { index, slots: 1, record: 0 }
-            }
-            Kind::Packed(ring) => {
-                let Some(head) = ring.pop(chain)? else { return Ok(None) };
-                if self.in_flight[usize::from(head.index)] {
-                    return Err(RingError::HeadInFlight { head: head.index });
-                }
-                head
-            }
-        };
-        self.in_flight[usize::from(head.index)] = true;
+        let Some(head) = either!(&mut self.kind, ring => ring.pop(chain))? else { return Ok(None) };
+        if std::mem::replace(&mut self.in_flight[usize::from(head.index)], true) {
+            return Err(RingError::HeadInFlight { head: head.index });
+        }
         self.count += 1;
         Ok(Some(head))
     }

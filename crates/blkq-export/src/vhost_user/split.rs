@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::area::Area;
-use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Head, Part, RingError};
-use super::descriptor::{Descriptor, RingSpec, Table, area, indirect_entries, needs_event};
+use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Head, RingError};
+use super::descriptor::{Descriptor, RingMemory, RingSpec, needs_event};
 use super::inflight::InflightQueue;
 use super::inflight_split::SplitInflight;
-use super::memory::{Cursor, GuestMemory};
+use super::memory::GuestMemory;
 
 /// A flag of the available ring: the driver does not need calls.
 const NO_INTERRUPT: u16 = 1;
@@ -24,7 +24,6 @@ pub struct SplitRing {
     used: Area,
     size: u16,
     event_idx: bool,
-    indirect: bool,
     next: u16,
     /// The available index at the last read.
     seen: u16,
@@ -37,23 +36,23 @@ pub struct SplitRing {
     inflight: Option<SplitInflight>,
     /// Heads that were in flight when the previous device was killed. The next one is last.
     recovered: Vec<u16>,
-    memory: Arc<GuestMemory>,
-    cursor: Cursor,
+    memory: RingMemory,
 }
 
 impl SplitRing {
     /// The base is the available index of the next chain. Fails for a base of more than 16 bits, a size that
     /// is not a power of two, or a part that is not inside one region.
     pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<SplitRing, RingError> {
-        let &RingSpec { size, event_idx, indirect, base, .. } = spec;
+        let &RingSpec { size, event_idx, base, .. } = spec;
         let next = u16::try_from(base).map_err(|_| RingError::Base { base })?;
         if !size.is_power_of_two() {
             return Err(RingError::Size { size: size.into() });
         }
         let entries = usize::from(size);
-        let descriptors = area(memory, Part::Descriptors, spec.descriptors, entries * DESCRIPTOR_BYTES, 16)?;
-        let available = area(memory, Part::Driver, spec.driver_area, ENTRIES + entries * 2 + 2, 2)?;
-        let used = area(memory, Part::Device, spec.device_area, ENTRIES + entries * 8 + 2, 4)?;
+        let memory = RingMemory::new(memory, spec);
+        let descriptors = memory.area("descriptors", spec.descriptors, entries * DESCRIPTOR_BYTES, 16)?;
+        let available = memory.area("driver area", spec.driver_area, ENTRIES + entries * 2 + 2, 2)?;
+        let used = memory.area("device area", spec.device_area, ENTRIES + entries * 8 + 2, 4)?;
         let used_next = used.load_u16(INDEX, Ordering::Acquire);
         Ok(SplitRing {
             descriptors,
@@ -61,7 +60,6 @@ impl SplitRing {
             used,
             size,
             event_idx,
-            indirect,
             next,
             seen: next,
             used_next,
@@ -69,8 +67,7 @@ impl SplitRing {
             call_first: true,
             inflight: None,
             recovered: Vec::new(),
-            memory: Arc::clone(memory),
-            cursor: Cursor::default(),
+            memory,
         })
     }
 
@@ -92,7 +89,14 @@ impl SplitRing {
     }
 
     #[inline]
-    pub fn pop(&mut self) -> Result<Option<u16>, RingError> {
+    pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+        let Some(index) = self.next_head()? else { return Ok(None) };
+        self.read_chain(index, chain)?;
+        Ok(Some(Head { index, slots: 1, record: 0 }))
+    }
+
+    #[inline]
+    fn next_head(&mut self) -> Result<Option<u16>, RingError> {
         if let Some(head) = self.recovered.pop() {
             return Ok(Some(head));
         }
@@ -124,14 +128,14 @@ impl SplitRing {
 
     /// Reads the chain of `head`, which is less than the ring's size, into `chain`.
     #[inline]
-    pub fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
+    fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
         chain.clear();
         let mut index = head;
         for _ in 0..self.size {
             let at = usize::from(index) * DESCRIPTOR_BYTES;
             let low = self.descriptors.load_u64(at, Ordering::Relaxed);
             let high = self.descriptors.load_u64(at + 8, Ordering::Relaxed);
-            let descriptor = Descriptor::split(low, high);
+            let descriptor = Descriptor::split((low, high));
             if descriptor.has(DESCRIPTOR_INDIRECT) {
                 return self.read_indirect(head, &descriptor, chain);
             }
@@ -148,12 +152,10 @@ impl SplitRing {
     }
 
     fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
-        let entries = indirect_entries(head, table, self.indirect)?;
-        let table = Table::new(&self.memory, &mut self.cursor, table);
+        let mut table = self.memory.table(head, table)?;
         let mut index = 0;
-        for _ in 0..entries {
-            let (low, high) = table.entry(&mut self.cursor, index)?;
-            let descriptor = Descriptor::split(low, high);
+        for _ in 0..table.entries {
+            let descriptor = Descriptor::split(table.entry(index)?);
             if descriptor.has(DESCRIPTOR_INDIRECT) {
                 return Err(RingError::IndirectNested { head });
             }
@@ -162,7 +164,7 @@ impl SplitRing {
                 return Ok(());
             }
             index = u32::from(descriptor.next);
-            if index >= entries {
+            if index >= table.entries {
                 return Err(RingError::NextRange { head, next: descriptor.next });
             }
         }
