@@ -162,10 +162,6 @@ impl GuestMemory {
         Ok(())
     }
 
-    pub fn region_count(&self) -> usize {
-        self.regions.len()
-    }
-
     pub fn bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.length).sum()
     }
@@ -319,18 +315,15 @@ impl Span<'_> {
     pub fn copy_to(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.bytes as usize);
         let start = self.start.as_ptr();
-        let mut words = bytes.chunks_exact_mut(8);
-        let mut at = 0;
-        for word in &mut words {
+        let (words, rest) = bytes.as_chunks_mut::<8>();
+        let tail = size_of_val(words);
+        for (index, word) in words.iter_mut().enumerate() {
             // SAFETY: the word is inside the span.
-            let value = unsafe { start.add(at).cast::<Unaligned>().read_volatile() };
-            word.copy_from_slice(&value.0.to_ne_bytes());
-            at += 8;
+            *word = unsafe { start.cast::<Unaligned>().add(index).read_volatile() }.0.to_ne_bytes();
         }
-        for byte in words.into_remainder() {
+        for (index, byte) in rest.iter_mut().enumerate() {
             // SAFETY: the byte is inside the span.
-            *byte = unsafe { start.add(at).read_volatile() };
-            at += 1;
+            *byte = unsafe { start.add(tail + index).read_volatile() };
         }
     }
 
@@ -338,19 +331,15 @@ impl Span<'_> {
     pub fn copy_from(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.bytes as usize);
         let start = self.start.as_ptr();
-        let mut words = bytes.chunks_exact(8);
-        let mut at = 0;
-        for word in &mut words {
-            let mut value = [0; 8];
-            value.copy_from_slice(word);
+        let (words, rest) = bytes.as_chunks::<8>();
+        for (index, word) in words.iter().enumerate() {
+            let word = Unaligned(u64::from_ne_bytes(*word));
             // SAFETY: the word is inside the span.
-            unsafe { start.add(at).cast::<Unaligned>().write_volatile(Unaligned(u64::from_ne_bytes(value))) };
-            at += 8;
+            unsafe { start.cast::<Unaligned>().add(index).write_volatile(word) };
         }
-        for byte in words.remainder() {
+        for (index, byte) in rest.iter().enumerate() {
             // SAFETY: the byte is inside the span.
-            unsafe { start.add(at).write_volatile(*byte) };
-            at += 1;
+            unsafe { start.add(size_of_val(words) + index).write_volatile(*byte) };
         }
     }
 }

@@ -47,52 +47,70 @@ pub mod protocol {
         MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
 }
 
-macro_rules! codes {
-    ($($name:ident = $code:literal,)*) => {
+/// The rules that a request must follow whatever its payload contains.
+#[derive(Clone, Copy)]
+pub struct RequestKind {
+    pub name: &'static str,
+    /// The most descriptors that the request may have.
+    pub files_max: usize,
+    /// The protocol feature without which the request is refused, and its name.
+    pub feature: Option<(u64, &'static str)>,
+}
+
+macro_rules! requests {
+    ($($name:ident = $code:literal, files $files_max:expr $(, feature $feature:ident)?;)*) => {
         /// The codes of requests, named as in the specification (`VHOST_USER_*`).
         pub mod code {
             #![allow(missing_docs, reason = "the names are those of the specification")]
             $(pub const $name: u32 = $code;)*
         }
 
-        /// The name of the request `code`, for messages to users.
-        pub fn name(code: u32) -> String {
-            match code {
-                $(code::$name => stringify!($name).to_owned(),)*
-                _ => format!("request {code}"),
+        impl RequestKind {
+            /// The kind of the request `code`; `None` if it is unknown.
+            pub fn of(code: u32) -> Option<RequestKind> {
+                let (name, files_max, feature) = match code {
+                    $(code::$name => (
+                        stringify!($name),
+                        $files_max,
+                        None$(.or(Some((protocol::$feature, stringify!($feature)))))?,
+                    ),)*
+                    _ => return None,
+                };
+                Some(RequestKind { name, files_max, feature })
             }
         }
     };
 }
 
-codes! {
-    GET_FEATURES = 1,
-    SET_FEATURES = 2,
-    SET_OWNER = 3,
-    RESET_OWNER = 4,
-    SET_MEM_TABLE = 5,
-    SET_VRING_NUM = 8,
-    SET_VRING_ADDR = 9,
-    SET_VRING_BASE = 10,
-    GET_VRING_BASE = 11,
-    SET_VRING_KICK = 12,
-    SET_VRING_CALL = 13,
-    SET_VRING_ERR = 14,
-    GET_PROTOCOL_FEATURES = 15,
-    SET_PROTOCOL_FEATURES = 16,
-    GET_QUEUE_NUM = 17,
-    SET_VRING_ENABLE = 18,
-    SET_BACKEND_REQ_FD = 21,
-    GET_CONFIG = 24,
-    SET_CONFIG = 25,
-    GET_INFLIGHT_FD = 31,
-    SET_INFLIGHT_FD = 32,
-    RESET_DEVICE = 34,
-    GET_MAX_MEM_SLOTS = 36,
-    ADD_MEM_REG = 37,
-    REM_MEM_REG = 38,
-    SET_STATUS = 39,
-    GET_STATUS = 40,
+requests! {
+    GET_FEATURES = 1, files 0;
+    SET_FEATURES = 2, files 0;
+    SET_OWNER = 3, files 0;
+    RESET_OWNER = 4, files 0;
+    SET_MEM_TABLE = 5, files FILES_MAX;
+    SET_VRING_NUM = 8, files 0;
+    SET_VRING_ADDR = 9, files 0;
+    SET_VRING_BASE = 10, files 0;
+    GET_VRING_BASE = 11, files 0;
+    SET_VRING_KICK = 12, files 1;
+    SET_VRING_CALL = 13, files 1;
+    SET_VRING_ERR = 14, files 1;
+    GET_PROTOCOL_FEATURES = 15, files 0;
+    SET_PROTOCOL_FEATURES = 16, files 0;
+    GET_QUEUE_NUM = 17, files 0, feature MQ;
+    SET_VRING_ENABLE = 18, files 0;
+    SET_BACKEND_REQ_FD = 21, files 1, feature BACKEND_REQ;
+    GET_CONFIG = 24, files 0;
+    SET_CONFIG = 25, files 0, feature CONFIG;
+    GET_INFLIGHT_FD = 31, files 0, feature INFLIGHT_SHMFD;
+    SET_INFLIGHT_FD = 32, files 1, feature INFLIGHT_SHMFD;
+    RESET_DEVICE = 34, files 0, feature RESET_DEVICE;
+    GET_MAX_MEM_SLOTS = 36, files 0, feature CONFIGURE_MEM_SLOTS;
+    ADD_MEM_REG = 37, files 1, feature CONFIGURE_MEM_SLOTS;
+    // Some front ends pass the descriptor of the region, too; it is not needed.
+    REM_MEM_REG = 38, files 1, feature CONFIGURE_MEM_SLOTS;
+    SET_STATUS = 39, files 0, feature STATUS;
+    GET_STATUS = 40, files 0, feature STATUS;
 }
 
 /// A request of the back end: the configuration space has changed.
@@ -205,108 +223,22 @@ pub struct ConfigRange {
     pub flags: u32,
 }
 
-/// The number of a ring, and its eventfd, if the front end has one.
-pub type RingFile = (u32, Option<UntrustedFd>);
-
-/// A request of a front end, with its descriptors.
-#[derive(Debug)]
-#[allow(missing_docs, reason = "the names are those of the specification")]
-pub enum Request {
-    GetFeatures,
-    SetFeatures(u64),
-    SetOwner,
-    ResetOwner,
-    SetMemTable(Vec<(Region, UntrustedFd)>),
-    SetVringNum(VringState),
-    SetVringAddr(VringAddresses),
-    SetVringBase(VringState),
-    GetVringBase(VringState),
-    SetVringKick(RingFile),
-    SetVringCall(RingFile),
-    SetVringErr(RingFile),
-    GetProtocolFeatures,
-    SetProtocolFeatures(u64),
-    GetQueueNum,
-    SetVringEnable(VringState),
-    SetBackendReqFd(UntrustedFd),
-    GetConfig(ConfigRange),
-    SetConfig(ConfigRange, Vec<u8>),
-    GetInflightFd(InflightArea),
-    SetInflightFd(InflightArea, UntrustedFd),
-    ResetDevice,
-    GetMaxMemSlots,
-    AddMemReg(Region, UntrustedFd),
-    RemMemReg(Region),
-    SetStatus(u64),
-    GetStatus,
-}
-
-impl Request {
-    /// Refuses an unknown request, a payload of a wrong size, and a wrong number of descriptors, and then
-    /// closes the descriptors.
-    pub fn parse(header: &Header, payload: &[u8], files: Vec<UntrustedFd>) -> Result<Request, Refusal> {
-        let mut files = files.into_iter();
-        let request = match header.code {
-            code::GET_FEATURES => empty(payload, Request::GetFeatures)?,
-            code::SET_FEATURES => Request::SetFeatures(whole(payload)?),
-            code::SET_OWNER => empty(payload, Request::SetOwner)?,
-            code::RESET_OWNER => empty(payload, Request::ResetOwner)?,
-            code::SET_MEM_TABLE => Request::SetMemTable(mem_table(payload, files.by_ref().collect())?),
-            code::SET_VRING_NUM => Request::SetVringNum(whole(payload)?),
-            code::SET_VRING_ADDR => Request::SetVringAddr(whole(payload)?),
-            code::SET_VRING_BASE => Request::SetVringBase(whole(payload)?),
-            code::GET_VRING_BASE => Request::GetVringBase(whole(payload)?),
-            code::SET_VRING_KICK => Request::SetVringKick(ring_file(payload, files.next())?),
-            code::SET_VRING_CALL => Request::SetVringCall(ring_file(payload, files.next())?),
-            code::SET_VRING_ERR => Request::SetVringErr(ring_file(payload, files.next())?),
-            code::GET_PROTOCOL_FEATURES => empty(payload, Request::GetProtocolFeatures)?,
-            code::SET_PROTOCOL_FEATURES => Request::SetProtocolFeatures(whole(payload)?),
-            code::GET_QUEUE_NUM => empty(payload, Request::GetQueueNum)?,
-            code::SET_VRING_ENABLE => Request::SetVringEnable(whole(payload)?),
-            code::SET_BACKEND_REQ_FD => empty(payload, Request::SetBackendReqFd(needed(files.next())?))?,
-            code::GET_CONFIG => Request::GetConfig(config(payload)?.0),
-            code::SET_CONFIG => {
-                config(payload).map(|(range, bytes)| Request::SetConfig(range, bytes.to_vec()))?
-            }
-            code::GET_INFLIGHT_FD => Request::GetInflightFd(inflight(payload)?),
-            code::SET_INFLIGHT_FD => Request::SetInflightFd(inflight(payload)?, needed(files.next())?),
-            code::RESET_DEVICE => empty(payload, Request::ResetDevice)?,
-            code::GET_MAX_MEM_SLOTS => empty(payload, Request::GetMaxMemSlots)?,
-            code::ADD_MEM_REG => Request::AddMemReg(single_region(payload)?, needed(files.next())?),
-            code::REM_MEM_REG => {
-                // Some front ends pass the descriptor, too; it is not needed.
-                drop(files.next());
-                Request::RemMemReg(single_region(payload)?)
-            }
-            code::SET_STATUS => Request::SetStatus(whole(payload)?),
-            code::GET_STATUS => empty(payload, Request::GetStatus)?,
-            _ => return Err(refuse("unknown request")),
-        };
-        match files.count() {
-            0 => Ok(request),
-            more => Err(refuse(format!("the message has {more} file descriptors too many"))),
-        }
-    }
-}
-
-fn wrong_size(payload: &[u8]) -> Refusal {
+pub fn wrong_size(payload: &[u8]) -> Refusal {
     refuse(format!("a payload of {} bytes has the wrong size", payload.len()))
 }
 
-fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Refusal> {
+pub fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Refusal> {
     file.ok_or_else(|| refuse("the message has no file descriptor"))
 }
 
-fn empty(payload: &[u8], request: Request) -> Result<Request, Refusal> {
-    if payload.is_empty() { Ok(request) } else { Err(wrong_size(payload)) }
-}
-
-fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
+/// Parses a payload that is a `T` and nothing else.
+pub fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
     T::read_from_bytes(payload).map_err(|_| wrong_size(payload))
 }
 
-fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, UntrustedFd)>, Refusal> {
-    let (counts, mut rest) = <[u32; 2]>::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
+/// Parses the regions of SET_MEM_TABLE, each with one of `files`.
+pub fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, UntrustedFd)>, Refusal> {
+    let (counts, rest) = <[u32; 2]>::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let count = counts[0] as usize;
     if count > FILES_MAX || rest.len() != count * size_of::<Region>() {
         return Err(refuse(format!("a payload of {} bytes does not fit {count} regions", payload.len())));
@@ -314,37 +246,33 @@ fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, Unt
     if files.len() != count {
         return Err(refuse(format!("the message has {} file descriptors for {count} regions", files.len())));
     }
-    let mut regions = Vec::with_capacity(count);
-    for file in files {
-        let (region, after) = Region::read_from_prefix(rest).map_err(|_| wrong_size(payload))?;
-        regions.push((region, file));
-        rest = after;
-    }
-    Ok(regions)
+    let regions = rest.chunks_exact(size_of::<Region>()).map(whole);
+    regions.zip(files).map(|(region, file)| Ok((region?, file))).collect()
 }
 
-fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
+pub fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
     let (_padding, rest) = u64::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     Region::read_from_bytes(rest).map_err(|_| wrong_size(payload))
 }
 
-/// Parses the number of a ring. The eventfd may be missing if the payload says so.
-fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<RingFile, Refusal> {
+/// Parses the number of a ring, and returns it with its eventfd, which may be missing if the payload says so.
+pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Option<UntrustedFd>), Refusal> {
     let value: u64 = whole(payload)?;
     if value & !(NO_FILE | 0xff) != 0 {
         return Err(refuse(format!("invalid ring {value:#x}")));
     }
-    let file = match (value & NO_FILE != 0, file) {
-        (true, None) => None,
-        (true, Some(_)) => {
-            return Err(refuse("the message has a descriptor although its payload denies that"));
-        }
-        (false, file) => Some(needed(file)?),
-    };
-    Ok((value as u32 & 0xff, file))
+    let index = value as u32 & 0xff;
+    if value & NO_FILE == 0 {
+        return Ok((index, Some(needed(file)?)));
+    }
+    match file {
+        None => Ok((index, None)),
+        Some(_) => Err(refuse("the message has a descriptor although its payload denies that")),
+    }
 }
 
-fn config(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
+/// Parses a range of the configuration space, with its bytes.
+pub fn config_range(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
     let (range, bytes) = ConfigRange::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let end = range.offset.checked_add(range.size);
     if range.size == 0 || end.is_none_or(|end| end > CONFIG_MAX_BYTES) || bytes.len() != range.size as usize {
@@ -357,7 +285,7 @@ fn config(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
     Ok((range, bytes))
 }
 
-fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
+pub fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
     let mut padded = [0; size_of::<InflightArea>()];
     if payload.len() != INFLIGHT_BYTES && payload.len() != padded.len() {
         return Err(wrong_size(payload));

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
+use zerocopy::IntoBytes;
 
 use super::abi::feature;
 use super::channel::{Incoming, send_some};
@@ -15,8 +16,9 @@ use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
 use super::inflight::{InflightRegion, recorded_size};
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
-    ConfigRange, F_PROTOCOL_FEATURES, InflightArea, Refusal, Region, Reply, Request, VringState, code,
-    config_change, name, protocol, refuse,
+    ConfigRange, F_PROTOCOL_FEATURES, Header, InflightArea, Refusal, Region, Reply, RequestKind,
+    VringAddresses, VringState, code, config_change, config_range, inflight, mem_table, needed, protocol,
+    refuse, ring_file, single_region, whole, wrong_size,
 };
 use super::registration::RegisteredTables;
 use super::shared::{Shared, VRINGS_MAX};
@@ -76,10 +78,13 @@ impl Session {
     /// Executes a message, and returns its reply. The error is a violation of the protocol that can be
     /// answered only by closing the connection.
     pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
-        let Incoming { header, payload, files } = incoming;
+        let header = incoming.header;
         self.not_started = None;
-        let done = Request::parse(&header, &payload, files)
-            .and_then(|request| self.execute(request, header.size as usize));
+        let kind = RequestKind::of(header.code);
+        let done = match kind {
+            Some(kind) => self.execute(incoming, kind),
+            None => Err(refuse("unknown request")),
+        };
         // Taken after the request is executed, because user-mode Linux expects the acknowledgement of the
         // very message that negotiates acknowledgements.
         let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
@@ -90,9 +95,10 @@ impl Session {
                 Ok(acknowledged.then(|| Reply::number(header.code, failed.into())))
             }
             Err(Refusal(reason)) => {
-                let name = name(header.code);
+                let name = kind.map_or_else(|| format!("request {}", header.code), |kind| kind.name.into());
                 let reason = format!("{name}: {reason}");
-                if !acknowledged || has_reply(header.code) {
+                // A request that gets something has its own reply, which cannot report an error.
+                if !acknowledged || name.starts_with("GET_") {
                     return Err(Refusal(reason));
                 }
                 self.shared.registry.report(&self.peer, Event::Refused(reason));
@@ -101,79 +107,95 @@ impl Session {
         }
     }
 
-    fn execute(&mut self, request: Request, payload_bytes: usize) -> Result<Option<Reply>, Refusal> {
-        let number = |code: u32, value: u64| Ok(Some(Reply::number(code, value)));
+    fn execute(&mut self, incoming: Incoming, kind: RequestKind) -> Result<Option<Reply>, Refusal> {
+        let Incoming { header: Header { code, .. }, ref payload, mut files } = incoming;
+        if let Some((_, name)) = kind.feature.filter(|(feature, _)| self.protocol & feature == 0) {
+            return Err(refuse(format!("the protocol feature {name} was not negotiated")));
+        }
+        if files.len() > kind.files_max {
+            let more = files.len() - kind.files_max;
+            return Err(refuse(format!("the message has {more} file descriptors too many")));
+        }
+        let number = |value: u64| Ok(Some(Reply::number(code, value)));
         let shared = self.shared.clone();
-        match request {
-            Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
-            Request::SetFeatures(features) => self.set_features(features)?,
-            Request::SetOwner => self.set_owner()?,
-            Request::ResetOwner => self.stop_rings(),
-            Request::SetMemTable(regions) => {
-                let specs: Result<_, _> =
-                    regions.into_iter().map(|(region, file)| spec(region, file)).collect();
+        match (code, payload.as_slice()) {
+            (code::GET_FEATURES, []) => return number(self.offered()),
+            (code::SET_FEATURES, _) => self.set_features(whole(payload)?)?,
+            (code::SET_OWNER, []) => self.set_owner()?,
+            (code::RESET_OWNER, []) => self.stop_rings(),
+            (code::SET_MEM_TABLE, _) => {
+                let regions = mem_table(payload, files)?.into_iter();
+                let specs: Result<_, _> = regions.map(|(region, file)| spec(region, file)).collect();
                 self.set_memory(GuestMemory::map(specs?)?);
             }
-            Request::SetVringNum(VringState { index, number }) => self.vring(index)?.set_size(number)?,
-            Request::SetVringAddr(addresses) => self.vring(addresses.index)?.set_addresses(addresses)?,
-            Request::SetVringBase(VringState { index, number }) => self.vring(index)?.set_base(number)?,
-            Request::GetVringBase(VringState { index, .. }) => {
-                let base = self.vring(index)?.stop_for_base();
-                let state = VringState { index, number: base };
-                return Ok(Some(Reply::new(code::GET_VRING_BASE, zerocopy::IntoBytes::as_bytes(&state))));
+            (code::SET_VRING_NUM, _) => {
+                let VringState { index, number } = whole(payload)?;
+                self.vring(index)?.set_size(number)?;
             }
-            Request::SetVringKick((index, file)) => {
+            (code::SET_VRING_ADDR, _) => {
+                let addresses: VringAddresses = whole(payload)?;
+                self.vring(addresses.index)?.set_addresses(addresses)?;
+            }
+            (code::SET_VRING_BASE, _) => {
+                let VringState { index, number } = whole(payload)?;
+                self.vring(index)?.set_base(number)?;
+            }
+            (code::GET_VRING_BASE, _) => {
+                let VringState { index, .. } = whole(payload)?;
+                let state = VringState { index, number: self.vring(index)?.stop_for_base() };
+                return Ok(Some(Reply::new(code, state.as_bytes())));
+            }
+            (code::SET_VRING_KICK, _) => {
+                let (index, file) = ring_file(payload, files.pop())?;
                 self.vring(index)?.set_kick(file)?;
                 self.start_ring(index);
             }
-            Request::SetVringCall((index, file)) => self.vring(index)?.set_call(&shared, file)?,
-            Request::SetVringErr((index, file)) => self.vring(index)?.set_error(&shared, file)?,
-            Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
-            Request::SetProtocolFeatures(features) => {
-                let unknown = features & !protocol::OFFERED;
-                if unknown != 0 {
-                    return Err(refuse(format!("features {unknown:#x} were not offered")));
-                }
+            (code::SET_VRING_CALL, _) => {
+                let (index, file) = ring_file(payload, files.pop())?;
+                self.vring(index)?.set_call(&shared, file)?;
+            }
+            (code::SET_VRING_ERR, _) => {
+                let (index, file) = ring_file(payload, files.pop())?;
+                self.vring(index)?.set_error(&shared, file)?;
+            }
+            (code::GET_PROTOCOL_FEATURES, []) => return number(protocol::OFFERED),
+            (code::SET_PROTOCOL_FEATURES, _) => {
+                let features: u64 = whole(payload)?;
+                refuse_unoffered(features & !protocol::OFFERED)?;
                 self.protocol = features;
             }
-            Request::GetQueueNum => {
-                self.need(protocol::MQ, "MQ")?;
-                return number(code::GET_QUEUE_NUM, VRINGS_MAX as u64);
-            }
-            Request::SetVringEnable(VringState { index, number }) => {
+            (code::GET_QUEUE_NUM, []) => return number(VRINGS_MAX as u64),
+            (code::SET_VRING_ENABLE, _) => {
+                let VringState { index, number } = whole(payload)?;
                 if number > 1 {
                     return Err(refuse(format!("a ring cannot have the state {number}")));
                 }
                 self.vring(index)?.set_enabled(number == 1);
                 self.start_ring(index);
             }
-            Request::SetBackendReqFd(socket) => {
-                self.need(protocol::BACKEND_REQ, "BACKEND_REQ")?;
+            (code::SET_BACKEND_REQ_FD, []) => {
+                let socket = needed(files.pop())?;
                 socket.check_socket(self.shared.address.as_ref())?;
                 self.request_socket = Some(socket);
             }
-            Request::GetConfig(range) => return Ok(Some(self.config(range))),
-            Request::SetConfig(range, bytes) => self.set_config(range, &bytes)?,
-            Request::GetInflightFd(area) => return self.new_inflight(area, payload_bytes).map(Some),
-            Request::SetInflightFd(area, file) => self.set_inflight(area, file)?,
-            Request::ResetDevice => {
-                self.need(protocol::RESET_DEVICE, "RESET_DEVICE")?;
-                self.reset();
+            (code::GET_CONFIG, _) => return Ok(Some(self.config(config_range(payload)?.0))),
+            (code::SET_CONFIG, _) => self.set_config(config_range(payload)?)?,
+            (code::GET_INFLIGHT_FD, _) => {
+                return self.new_inflight(inflight(payload)?, payload.len()).map(Some);
             }
-            Request::GetMaxMemSlots => {
-                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
-                return number(code::GET_MAX_MEM_SLOTS, REGIONS_MAX as u64);
-            }
-            Request::AddMemReg(region, file) => {
-                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
+            (code::SET_INFLIGHT_FD, _) => self.set_inflight(inflight(payload)?, needed(files.pop())?)?,
+            (code::RESET_DEVICE, []) => self.reset(),
+            (code::GET_MAX_MEM_SLOTS, []) => return number(REGIONS_MAX as u64),
+            (code::ADD_MEM_REG, _) => {
+                let (region, file) = (single_region(payload)?, needed(files.pop())?);
                 self.set_memory(self.memory.with_region(spec(region, file)?)?);
             }
-            Request::RemMemReg(region) => {
-                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
+            (code::REM_MEM_REG, _) => {
+                let region = single_region(payload)?;
                 self.set_memory(self.memory.without_region(region.guest, region.user, region.size)?);
             }
-            Request::SetStatus(status) => {
-                self.need(protocol::STATUS, "STATUS")?;
+            (code::SET_STATUS, _) => {
+                let status: u64 = whole(payload)?;
                 if status > 0xff {
                     return Err(refuse(format!("invalid status {status:#x}")));
                 }
@@ -183,12 +205,11 @@ impl Session {
                     self.discard_in_flight();
                 }
             }
-            Request::GetStatus => {
-                self.need(protocol::STATUS, "STATUS")?;
+            (code::GET_STATUS, []) => {
                 let rejected = self.vrings.iter().any(Vring::is_rejected);
-                let status = self.status | if rejected { DEVICE_NEEDS_RESET } else { 0 };
-                return number(code::GET_STATUS, status);
+                return number(self.status | if rejected { DEVICE_NEEDS_RESET } else { 0 });
             }
+            _ => return Err(wrong_size(payload)),
         }
         Ok(None)
     }
@@ -208,23 +229,13 @@ impl Session {
         features(&self.shared.disk.limits()) | F_PROTOCOL_FEATURES
     }
 
-    fn need(&self, feature: u64, name: &str) -> Result<(), Refusal> {
-        if self.protocol & feature == 0 {
-            return Err(refuse(format!("the protocol feature {name} was not negotiated")));
-        }
-        Ok(())
-    }
-
     fn vring(&mut self, index: u32) -> Result<&mut Vring, Refusal> {
         let missing = || refuse(format!("there is no ring {index}, only {VRINGS_MAX}"));
         self.vrings.get_mut(index as usize).ok_or_else(missing)
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
-        let unknown = features & !self.offered() & !FEATURES_OF_LIMITS;
-        if unknown != 0 {
-            return Err(refuse(format!("features {unknown:#x} were not offered")));
-        }
+        refuse_unoffered(features & !self.offered() & !FEATURES_OF_LIMITS)?;
         let of_rings = |features: u64| features & !F_PROTOCOL_FEATURES;
         if of_rings(features) != of_rings(self.features) && self.vrings.iter().any(Vring::is_served) {
             return Err(refuse("features cannot change while rings are served"));
@@ -291,7 +302,7 @@ impl Session {
     fn register_memory(&mut self) {
         let Some(tables) = &mut self.registered else { return };
         let registered = match tables.replace(&self.memory) {
-            Ok(()) => Some(Ok(self.memory.bytes())).filter(|_| self.memory.region_count() > 0),
+            Ok(()) => Some(Ok(self.memory.bytes())).filter(|_| self.memory.bytes() > 0),
             Err(error) => {
                 let reason = error.to_string();
                 self.shared.registry.report(&self.peer, Event::MemoryUnregistered(reason.clone()));
@@ -326,7 +337,7 @@ impl Session {
     }
 
     fn config(&self, range: ConfigRange) -> Reply {
-        let mut bytes = zerocopy::IntoBytes::as_bytes(&range).to_vec();
+        let mut bytes = range.as_bytes().to_vec();
         let config = config(&self.shared.disk.limits(), self.shared.queues(), self.visible_write_cache());
         // Fields that the device does not have read as zeroes.
         let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
@@ -334,8 +345,7 @@ impl Session {
         Reply::new(code::GET_CONFIG, &bytes)
     }
 
-    fn set_config(&mut self, range: ConfigRange, bytes: &[u8]) -> Result<(), Refusal> {
-        self.need(protocol::CONFIG, "CONFIG")?;
+    fn set_config(&mut self, (range, bytes): (ConfigRange, &[u8])) -> Result<(), Refusal> {
         let ConfigRange { offset, size, flags } = range;
         match (bytes, flags) {
             (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
@@ -351,19 +361,17 @@ impl Session {
     }
 
     fn new_inflight(&mut self, area: InflightArea, payload_bytes: usize) -> Result<Reply, Refusal> {
-        self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         let packed = self.features & feature::RING_PACKED != 0;
         let queue_size = recorded_size(area.queue_size);
         let (inflight, file) = InflightRegion::create(area.queues, queue_size, packed)?;
         let area = InflightArea { size: inflight.bytes(), offset: 0, ..area };
         // As long as the payload of the request, with or without padding.
-        let payload = &zerocopy::IntoBytes::as_bytes(&area)[..payload_bytes];
+        let payload = &area.as_bytes()[..payload_bytes];
         Ok(Reply { file: Some(file), ..Reply::new(code::GET_INFLIGHT_FD, payload) })
     }
 
     fn set_inflight(&mut self, area: InflightArea, file: UntrustedFd) -> Result<(), Refusal> {
-        self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         if self.vrings.iter().any(Vring::is_served) {
             return Err(refuse("the in-flight table cannot change while rings are served"));
@@ -448,6 +456,13 @@ impl Drop for Session {
     }
 }
 
+fn refuse_unoffered(features: u64) -> Result<(), Refusal> {
+    if features != 0 {
+        return Err(refuse(format!("features {features:#x} were not offered")));
+    }
+    Ok(())
+}
+
 fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
     let InflightArea { queues, queue_size, .. } = *area;
     if queues == 0 || usize::from(queues) > VRINGS_MAX || queue_size == 0 {
@@ -460,19 +475,4 @@ fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Refusal> {
     let Region { guest, size, user, offset } = region;
     let file = file.into_memory()?;
     Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })
-}
-
-/// Whether a request has its own reply, which cannot report an error.
-fn has_reply(code: u32) -> bool {
-    matches!(
-        code,
-        code::GET_FEATURES
-            | code::GET_PROTOCOL_FEATURES
-            | code::GET_VRING_BASE
-            | code::GET_QUEUE_NUM
-            | code::GET_CONFIG
-            | code::GET_INFLIGHT_FD
-            | code::GET_MAX_MEM_SLOTS
-            | code::GET_STATUS
-    )
 }

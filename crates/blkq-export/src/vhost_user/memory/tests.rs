@@ -30,7 +30,7 @@ fn addresses_lead_to_the_right_bytes_of_the_file() {
         region(0x1000, 0x100_0000, 0x1001, &file, 0x8000),
     ])
     .unwrap();
-    assert_eq!((memory.region_count(), memory.bytes()), (2, 0x3001));
+    assert_eq!((memory.regions.len(), memory.bytes()), (2, 0x3001));
     let cursor = &mut Cursor::default();
     for (address, place) in [(0x8000u64, 0x3040u64), (0x9fff, 0x503f), (0x1000, 0x8000), (0x2000, 0x9000)] {
         assert!(memory.write(cursor, address, &[address as u8 ^ 0x5a]));
@@ -116,7 +116,7 @@ fn a_region_is_mapped_as_long_as_a_table_contains_it() {
     ftruncate(&file, 0x4000).unwrap();
     let first = GuestMemory::map(vec![region(0, 0, 0x1000, &file, 0)]).unwrap();
     let second = first.with_region(region(0x5000, 0x5000, 0x1000, &file, 0x2000)).unwrap();
-    assert_eq!((mapped(), second.region_count()), (2, 2));
+    assert_eq!((mapped(), second.regions.len()), (2, 2));
     assert!(first.with_region(region(0xfff, 0x9000, 0x1000, &file, 0)).is_err());
     assert_eq!(mapped(), 2);
     drop(first);
