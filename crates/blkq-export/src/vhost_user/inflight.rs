@@ -21,10 +21,6 @@ use crate::mapping::Mapping;
 
 /// The region of each queue begins at a multiple of this number of bytes.
 const ALIGN: u64 = 64;
-/// Of a split ring: size in bytes of the header of a region, and of each record.
-const SPLIT: (u64, u64) = (16, 16);
-/// Of a packed ring: size in bytes of the header of a region, and of each record.
-const PACKED: (u64, u64) = (32, 32);
 /// Offset of the version in a queue's region. The version of a new region is 0.
 pub(super) const VERSION: usize = 8;
 /// Most queues that a record may have.
@@ -43,8 +39,9 @@ pub fn recorded_size(size: u16) -> u16 {
 }
 
 fn queue_bytes(size: u16, packed: bool) -> u64 {
-    let (header, record) = if packed { PACKED } else { SPLIT };
-    (header + record * u64::from(size)).next_multiple_of(ALIGN)
+    // The header of a region has the size of a record.
+    let record = if packed { 32 } else { 16 };
+    (record * (1 + u64::from(size))).next_multiple_of(ALIGN)
 }
 
 pub struct InflightRegion {
@@ -61,29 +58,28 @@ impl InflightRegion {
     /// record takes. Fails with [`ErrorKind::Invalid`] for 0 or more than 256 queues or a size that is not 1
     /// to 32768, and with the kernel's error.
     pub fn create(queues: u16, size: u16, packed: bool) -> Result<(InflightRegion, OwnedFd), Error> {
-        check(queues, size)?;
         let bytes = u64::from(queues) * queue_bytes(size, packed) + TRAILER_BYTES;
         let failed = |e| Error::system("cannot create the memory that records requests in flight", e);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("blkq-inflight", flags).map_err(failed)?;
         ftruncate(&file, bytes).map_err(failed)?;
         fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL).map_err(failed)?;
-        let mapping = Arc::new(Mapping::new(file.as_fd(), 0, bytes)?);
-        let trailer = Some(trailer_of(&mapping, bytes));
-        Ok((InflightRegion { mapping, queues, size, packed, trailer }, file))
+        Ok((InflightRegion::open(&file, 0, bytes, queues, size, packed)?, file))
     }
 
     /// Opens a record that the front end kept. Fails with [`ErrorKind::Invalid`] if it is too small for
     /// `queues` queues of `size` descriptors, and as [`Mapping::new`] does.
     pub fn open(
-        file: OwnedFd,
+        file: impl AsFd,
         offset: u64,
         bytes: u64,
         queues: u16,
         size: u16,
         packed: bool,
     ) -> Result<InflightRegion, Error> {
-        check(queues, size)?;
+        if queues == 0 || queues > QUEUES_MAX || size == 0 || size > 1 << 15 {
+            return Err(invalid(format!("it cannot have {queues} queues of {size} descriptors")));
+        }
         let needed = u64::from(queues) * queue_bytes(size, packed);
         if bytes < needed || !offset.is_multiple_of(ALIGN) {
             return Err(invalid(format!(
@@ -93,7 +89,7 @@ impl InflightRegion {
         let has_trailer = bytes >= needed + TRAILER_BYTES;
         let mapped = if has_trailer { needed + TRAILER_BYTES } else { needed };
         let mapping = Arc::new(Mapping::new(file.as_fd(), offset, mapped)?);
-        let trailer = has_trailer.then(|| trailer_of(&mapping, mapped));
+        let trailer = has_trailer.then(|| area(&mapping, needed, TRAILER_BYTES));
         Ok(InflightRegion { mapping, queues, size, packed, trailer })
     }
 
@@ -140,32 +136,20 @@ impl InflightRegion {
             return None;
         }
         let bytes = queue_bytes(self.size, packed);
-        let start = u64::from(index) * bytes;
-        // SAFETY: the offset is inside the mapping, which contains `queues` such regions.
-        let start = unsafe { self.mapping.start().add(start as usize) };
-        // SAFETY: the mapping contains the whole region, which begins at a multiple of 64 bytes in it.
-        let area = unsafe { Area::new(Arc::clone(&self.mapping), start, bytes as usize) };
-        Some(InflightQueue { area, size })
+        Some(InflightQueue { area: area(&self.mapping, u64::from(index) * bytes, bytes), size })
     }
 }
 
-fn trailer_of(mapping: &Arc<Mapping>, bytes: u64) -> Area {
-    // SAFETY: the record has these bytes at its end.
-    let start = unsafe { mapping.start().add((bytes - TRAILER_BYTES) as usize) };
-    // SAFETY: the trailer is inside the mapping. Like the regions of queues, it begins at a multiple of 64
-    // bytes in it.
-    unsafe { Area::new(Arc::clone(mapping), start, TRAILER_BYTES as usize) }
+/// The region of a queue, or the trailer: the `bytes` bytes of the record from `offset`, a multiple of 64, on.
+fn area(mapping: &Arc<Mapping>, offset: u64, bytes: u64) -> Area {
+    // SAFETY: the mapping contains the regions of all queues, and the trailer, if there is one.
+    let start = unsafe { mapping.start().add(offset as usize) };
+    // SAFETY: as above, the bytes are inside the mapping. They begin at a multiple of 64 bytes in it.
+    unsafe { Area::new(Arc::clone(mapping), start, bytes as usize) }
 }
 
 fn invalid(what: String) -> Error {
     Error::new(ErrorKind::Invalid, format!("the in-flight table: {what}"))
-}
-
-fn check(queues: u16, size: u16) -> Result<(), Error> {
-    if queues == 0 || queues > QUEUES_MAX || size == 0 || size > 1 << 15 {
-        return Err(invalid(format!("it cannot have {queues} queues of {size} descriptors")));
-    }
-    Ok(())
 }
 
 /// The record of one queue, before a ring uses it.
