@@ -1,7 +1,6 @@
 //! The socket of a front end: receives whole messages and sends replies, without blocking. The descriptors of
 //! a message are those that arrive with any of its bytes; a receive never reads beyond the end of a message.
 
-use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,8 +15,6 @@ use rustix::net::{
 use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
 use super::untrusted_fd::UntrustedFd;
 
-/// Most replies that wait for a front end to read them. At the limit, requests are not read.
-const WAITING_MAX: usize = 1;
 /// Time that a front end may take to send the rest of a message, or to read a reply.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// `SCM_MAX_FD`, the most descriptors that the kernel passes in one message. A receive has room for all:
@@ -41,6 +38,7 @@ pub struct Incoming {
     pub files: Vec<UntrustedFd>,
 }
 
+/// A reply that the front end has not read, and the number of bytes that were sent.
 struct Waiting {
     reply: Reply,
     sent: usize,
@@ -52,7 +50,8 @@ pub struct Channel {
     bytes: Vec<u8>,
     header: Option<Header>,
     files: Vec<UntrustedFd>,
-    waiting: VecDeque<Waiting>,
+    /// While a reply waits, no request is received.
+    waiting: Option<Waiting>,
     /// The time since which the channel waits for the rest of a message, or for a reply to be read.
     since: Option<Instant>,
 }
@@ -64,7 +63,7 @@ impl Channel {
             bytes: Vec::with_capacity(HEADER_BYTES),
             header: None,
             files: Vec::new(),
-            waiting: VecDeque::new(),
+            waiting: None,
             since: None,
         }
     }
@@ -79,14 +78,14 @@ impl Channel {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Ok(());
         }
-        let what = if self.waiting.is_empty() { "sent the rest of a message" } else { "read a reply" };
+        let what = if self.waiting.is_none() { "sent the rest of a message" } else { "read a reply" };
         let seconds = MESSAGE_TIMEOUT.as_secs();
         Err(Closed::Violation(refuse(format!("the front end has not {what} for {seconds} s"))))
     }
 
-    /// Whether to poll the socket for a message, and whether to poll it for room to send replies.
-    pub fn interest(&self) -> (bool, bool) {
-        (self.waiting.len() < WAITING_MAX, !self.waiting.is_empty())
+    /// Whether the front end must read a reply before its next request is received.
+    pub fn has_reply(&self) -> bool {
+        self.waiting.is_some()
     }
 
     /// Receives the next message; `None` if it is incomplete. The error is why the connection must be closed.
@@ -134,17 +133,11 @@ impl Channel {
                 self.files.extend(files.map(UntrustedFd::new));
             }
         }
-        let received = match received {
-            Ok(received) => received,
-            Err(errno) => {
-                self.bytes.truncate(before);
-                return Err(match errno {
-                    Errno::CONNRESET => Closed::ByPeer,
-                    errno => Closed::Socket(errno),
-                });
-            }
-        };
-        self.bytes.truncate(before + received.bytes);
+        self.bytes.truncate(before + received.as_ref().map_or(0, |received| received.bytes));
+        let received = received.map_err(|errno| match errno {
+            Errno::CONNRESET => Closed::ByPeer,
+            errno => Closed::Socket(errno),
+        })?;
         if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > FILES_MAX {
             let why = format!("a message has more than {FILES_MAX} descriptors");
             return Err(Closed::Violation(refuse(why)));
@@ -156,15 +149,15 @@ impl Channel {
         }
     }
 
-    /// Queues `reply`, and flushes. The error is why the connection must be closed.
+    /// Queues `reply`, and flushes. No other reply may wait. The error is why the connection must be closed.
     pub fn send(&mut self, reply: Reply) -> Result<(), Closed> {
-        self.waiting.push_back(Waiting { reply, sent: 0 });
+        self.waiting = Some(Waiting { reply, sent: 0 });
         self.flush()
     }
 
-    /// Sends queued replies, as far as the socket takes them. The error is why the connection must be closed.
+    /// Sends the queued reply, as far as the socket takes it. The error is why the connection must be closed.
     pub fn flush(&mut self) -> Result<(), Closed> {
-        while let Some(Waiting { reply, sent }) = self.waiting.front_mut() {
+        while let Some(Waiting { reply, sent }) = &mut self.waiting {
             let file = reply.file.as_ref().filter(|_| *sent == 0).map(AsFd::as_fd);
             match send_some(self.socket.as_fd(), &reply.bytes[*sent..], file) {
                 Ok(bytes) => *sent += bytes,
@@ -177,8 +170,7 @@ impl Channel {
                 Err(errno) => return Err(Closed::Socket(errno)),
             }
             if *sent == reply.bytes.len() {
-                self.waiting.pop_front();
-                self.since = None;
+                (self.waiting, self.since) = (None, None);
             }
         }
         Ok(())
@@ -286,19 +278,18 @@ mod tests {
     fn replies_wait_for_a_front_end_that_does_not_read() {
         let (mut front, mut back) = pair();
         let mut count = 0;
-        while back.interest() == (true, false) {
+        while !back.has_reply() {
             back.send(Reply::number(code::GET_FEATURES, count)).unwrap();
             count += 1;
             assert!(count < 1_000_000);
         }
-        assert_eq!(back.interest(), (false, true));
         let mut bytes = vec![0; 20];
         for number in 0..count {
             front.read_exact(&mut bytes).unwrap();
             assert_eq!(bytes[12..], number.to_ne_bytes());
             back.flush().unwrap();
         }
-        assert_eq!(back.interest(), (true, false));
+        assert!(!back.has_reply());
         drop(front);
         assert_eq!(back.send(Reply::number(code::GET_FEATURES, 0)), Err(Closed::ByPeer));
     }

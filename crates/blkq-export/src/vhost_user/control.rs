@@ -73,10 +73,7 @@ impl Control {
         let events = if accepts { PollFlags::IN } else { PollFlags::empty() };
         polls.push(PollFd::from_borrowed_fd(self.listener.as_fd(), events));
         if let Some(Connected { channel, session }) = &self.connected {
-            let (read, write) = channel.interest();
-            let mut events = PollFlags::empty();
-            events.set(PollFlags::IN, read);
-            events.set(PollFlags::OUT, write);
+            let events = if channel.has_reply() { PollFlags::OUT } else { PollFlags::IN };
             polls.push(PollFd::from_borrowed_fd(channel.as_fd(), events));
             if let Some(socket) = session.request_socket() {
                 polls.push(PollFd::from_borrowed_fd(socket, PollFlags::IN));
@@ -121,7 +118,7 @@ impl Control {
         let Some(Connected { channel, session }) = &mut self.connected else { return Ok(()) };
         channel.flush()?;
         for _ in 0..MESSAGES_MAX {
-            if !channel.interest().0 || self.shared.stopping.load(SeqCst) {
+            if channel.has_reply() || self.shared.stopping.load(SeqCst) {
                 break;
             }
             if are_too_many() {

@@ -31,17 +31,9 @@ pub struct Notifier {
 
 #[derive(Default)]
 struct State {
-    ring: Ring,
+    /// `None` until it is needed. An errno if there is no ring and none can be created later.
+    ring: Option<Result<Box<IoUring>, i32>>,
     target: Target,
-}
-
-#[derive(Default)]
-enum Ring {
-    #[default]
-    None,
-    Made(Box<IoUring>),
-    /// There is no ring and none can be created later. Contains the errno of the attempt.
-    Missing(i32),
 }
 
 #[derive(Default)]
@@ -56,17 +48,14 @@ impl Notifier {
     /// Creates the ring, for a process that cannot create one later. Waits for memory until `deadline`. After
     /// an error of io_uring_setup(2), [`Notifier::set`] rejects eventfds.
     pub fn prepare(&self, deadline: Instant) -> Result<(), Error> {
-        let mut state = self.state();
-        if matches!(state.ring, Ring::None) {
-            let lacks_memory = |e: &io::Error| e.raw_os_error() == Some(libc::ENOMEM);
-            state.ring = match retry(deadline, MEMORY_RETRY, make_ring, lacks_memory) {
-                Ok(ring) => Ring::Made(Box::new(ring)),
-                Err(e) => Ring::Missing(e.raw_os_error().unwrap_or(libc::EIO)),
-            };
-        }
-        match state.ring {
-            Ring::Missing(errno) => Err(failed(io::Error::from_raw_os_error(errno))),
-            _ => Ok(()),
+        let lacks_memory = |e: &io::Error| e.raw_os_error() == Some(libc::ENOMEM);
+        let make = || {
+            let ring = retry(deadline, MEMORY_RETRY, make_ring, lacks_memory);
+            ring.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
+        };
+        match self.state().ring.get_or_insert_with(make) {
+            Err(errno) => Err(failed(io::Error::from_raw_os_error(*errno))),
+            Ok(_) => Ok(()),
         }
     }
 
@@ -86,7 +75,7 @@ impl Notifier {
         };
         let State { ring, target } = &mut *state;
         match (target, ring) {
-            (Target::Event, Ring::Made(ring)) => complete_one(ring)?,
+            (Target::Event, Some(Ok(ring))) => complete_one(ring)?,
             (Target::Socket(socket), _) => send_one(socket),
             _ => return Ok(false),
         }
@@ -112,7 +101,7 @@ impl Notifier {
 
 impl State {
     fn set(&mut self, file: Option<CallFile>) -> io::Result<()> {
-        if let (Target::Event, Ring::Made(ring)) = (std::mem::take(&mut self.target), &self.ring) {
+        if let (Target::Event, Some(Ok(ring))) = (std::mem::take(&mut self.target), &self.ring) {
             ring.submitter().unregister_eventfd()?;
         }
         match file {
@@ -124,13 +113,13 @@ impl State {
     }
 
     fn register(&mut self, event: &CallFile) -> io::Result<&mut IoUring> {
-        if matches!(self.ring, Ring::None) {
-            self.ring = Ring::Made(Box::new(make_ring()?));
+        if self.ring.is_none() {
+            self.ring = Some(Ok(make_ring()?));
         }
         let ring = match &mut self.ring {
-            Ring::Made(ring) => ring,
-            Ring::Missing(errno) => return Err(io::Error::from_raw_os_error(*errno)),
-            Ring::None => return Err(io::ErrorKind::NotFound.into()),
+            Some(Ok(ring)) => ring,
+            Some(Err(errno)) => return Err(io::Error::from_raw_os_error(*errno)),
+            None => return Err(io::ErrorKind::NotFound.into()),
         };
         ring.submitter().register_eventfd(event.as_fd().as_raw_fd())?;
         self.target = Target::Event;
@@ -139,13 +128,13 @@ impl State {
 }
 
 /// Creates a ring that can only execute NOPs and register an eventfd.
-fn make_ring() -> io::Result<IoUring> {
+fn make_ring() -> io::Result<Box<IoUring>> {
     let ring = IoUring::builder().dontfork().setup_r_disabled().build(1)?;
     let mut allowed = vec![Restriction::sqe_op(opcode::Nop::CODE)];
     allowed.extend(REGISTER_OPERATIONS.map(Restriction::register_op));
     ring.submitter().register_restrictions(&mut allowed)?;
     ring.submitter().register_enable_rings()?;
-    Ok(ring)
+    Ok(Box::new(ring))
 }
 
 fn complete_one(ring: &mut IoUring) -> io::Result<()> {

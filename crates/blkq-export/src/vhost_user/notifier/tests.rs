@@ -114,7 +114,7 @@ fn a_ring_can_execute_nothing_but_nops() {
 
 #[test]
 fn without_a_ring_only_sockets_are_notified() {
-    let notifier = Notifier { state: State { ring: Ring::Missing(libc::ENOMEM), ..State::default() }.into() };
+    let notifier = Notifier { state: State { ring: Some(Err(libc::ENOMEM)), ..State::default() }.into() };
     let (_, file) = event();
     for result in [notifier.prepare(Instant::now()), notifier.set(Some(file))] {
         let error = result.unwrap_err().to_string();
