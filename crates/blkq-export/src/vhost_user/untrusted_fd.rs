@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
@@ -22,8 +22,6 @@ const THREADS_MAX: usize = 4;
 const WAITING_MAX: usize = 256;
 /// Time that the file system of a front end's file may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-/// A thread exits after this time without work.
-const IDLE: Duration = Duration::from_secs(1);
 
 /// A descriptor of a front end, or a socket whose queue may contain some. Another thread closes it.
 #[derive(Debug)]
@@ -34,49 +32,51 @@ impl UntrustedFd {
         UntrustedFd(Some(file))
     }
 
+    /// Returns the descriptor, for which no other thread is needed any longer.
+    fn release(mut self) -> OwnedFd {
+        match self.0.take() {
+            Some(file) => file,
+            None => unreachable!("only methods that consume the value take the descriptor"),
+        }
+    }
+
     /// Returns the descriptor if it is an eventfd, else [`ErrorKind::Invalid`].
-    pub fn into_event(mut self) -> Result<OwnedFd, Error> {
-        self.0.take_if(|file| is_event(file)).ok_or_else(|| unfit("the descriptor is not an eventfd"))
+    pub fn into_event(self) -> Result<OwnedFd, Error> {
+        if is_event(&self) { Ok(self.release()) } else { Err(unfit("the descriptor is not an eventfd")) }
     }
 
     /// Returns an eventfd, or a connected unix stream socket, which user-mode Linux passes instead. The
     /// socket is shut down for reading, because received messages could contain descriptors. Fails with
     /// [`ErrorKind::Invalid`] for anything else, after received data, and as [`UntrustedFd::check_socket`]
     /// does.
-    pub fn into_call(mut self, own: Option<&SocketAddrAny>) -> Result<CallFile, Error> {
-        let file = self.as_fd();
-        let is_event = is_event(file);
-        if !is_event {
-            let is_stream = sockopt::socket_type(file) == Ok(SocketType::STREAM);
-            if !is_stream || self.check_socket(own).is_err() {
-                return Err(unfit("the descriptor is neither an eventfd nor a connected unix stream socket"));
-            }
-            if shutdown(file, Shutdown::Read).is_err() || ioctl_fionread(file) != Ok(0) {
-                return Err(unfit("the descriptor is a socket that has received data"));
-            }
+    pub fn into_call(self, own: Option<&SocketAddrAny>) -> Result<CallFile, Error> {
+        if is_event(&self) {
+            return Ok(CallFile::Event(self.release()));
         }
-        let file = self.0.take().ok_or_else(|| unfit("the descriptor is closed"))?;
-        Ok(if is_event { CallFile::Event(file) } else { CallFile::Socket(file) })
+        let is_stream = sockopt::socket_type(&self) == Ok(SocketType::STREAM);
+        if !is_stream || self.check_socket(own).is_err() {
+            return Err(unfit("the descriptor is neither an eventfd nor a connected unix stream socket"));
+        }
+        if shutdown(&self, Shutdown::Read).is_err() || ioctl_fionread(&self) != Ok(0) {
+            return Err(unfit("the descriptor is a socket that has received data"));
+        }
+        Ok(CallFile::Socket(self.release()))
     }
 
     /// Returns a file in memory or on a local file system. Fails with [`ErrorKind::Invalid`] for others, or
     /// if the file system does not answer in time.
-    pub fn into_memory(mut self) -> Result<OwnedFd, Error> {
+    pub fn into_memory(self) -> Result<OwnedFd, Error> {
         // Only files of tmpfs and hugetlbfs have seals, and the kernel answers this without asking a server.
-        if let Some(file) = self.0.take_if(|file| fcntl_get_seals(file).is_ok()) {
-            return Ok(file);
+        if fcntl_get_seals(&self).is_ok() {
+            return Ok(self.release());
         }
         let (sender, receiver) = sync_channel(1);
         EXAMINERS.run(Box::new(move || {
             let checked = check_file_system(self.as_fd());
             let _ = sender.send(checked.map(|_| self));
         }));
-        let answer = receiver.recv_timeout(ANSWER_TIMEOUT);
-        let file = answer
-            .unwrap_or_else(|_| Err(unfit("the file system of the descriptor does not answer")))?
-            .0
-            .take();
-        file.ok_or_else(|| unfit("the descriptor is closed"))
+        let no_answer = |_| unfit("the file system of the descriptor does not answer");
+        receiver.recv_timeout(ANSWER_TIMEOUT).map_err(no_answer)?.map(UntrustedFd::release)
     }
 
     /// Fails with [`ErrorKind::Invalid`] for all but a connected unix socket, and for a connection to `own`,
@@ -156,19 +156,17 @@ static EXAMINERS: Threads = Threads::new("blkq-examine");
 struct Threads {
     name: &'static str,
     state: Mutex<State>,
-    work: Condvar,
 }
 
 struct State {
     jobs: VecDeque<Job>,
+    /// Number of threads, each of which runs until no jobs wait.
     threads: usize,
-    idle: usize,
 }
 
 impl Threads {
     const fn new(name: &'static str) -> Threads {
-        let state = State { jobs: VecDeque::new(), threads: 0, idle: 0 };
-        Threads { name, state: Mutex::new(state), work: Condvar::new() }
+        Threads { name, state: Mutex::new(State { jobs: VecDeque::new(), threads: 0 }) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -181,8 +179,7 @@ impl Threads {
         }
         let mut state = self.state();
         state.jobs.push_back(job);
-        if state.jobs.len() <= state.idle || state.threads >= THREADS_MAX {
-            self.work.notify_one();
+        if state.threads >= THREADS_MAX {
             return;
         }
         state.threads += 1;
@@ -196,23 +193,12 @@ impl Threads {
 
     fn work(&self) {
         let mut state = self.state();
-        loop {
-            if let Some(job) = state.jobs.pop_front() {
-                drop(state);
-                job();
-                state = self.state();
-                continue;
-            }
-            state.idle += 1;
-            let (woken, timeout) =
-                self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
-            state = woken;
-            state.idle -= 1;
-            if timeout.timed_out() && state.jobs.is_empty() {
-                state.threads -= 1;
-                return;
-            }
+        while let Some(job) = state.jobs.pop_front() {
+            drop(state);
+            job();
+            state = self.state();
         }
+        state.threads -= 1;
     }
 }
 
