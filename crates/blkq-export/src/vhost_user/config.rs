@@ -3,7 +3,7 @@
 
 use blkq::{Operation, QueueLimits};
 
-use super::abi::feature;
+use super::abi::feature::*;
 
 /// Most ranges of a discard or write zeroes request.
 pub const RANGES_MAX: usize = 32;
@@ -22,25 +22,16 @@ const SEGMENT_MAX_BYTES: u32 = 1 << 23;
 
 /// Features that depend on the disk's limits, which may change live or with the next daemon. The driver keeps
 /// the features that it was offered, and its requests are checked against the limits.
-pub const FEATURES_OF_LIMITS: u64 = feature::RO | feature::DISCARD | feature::WRITE_ZEROES;
+pub const FEATURES_OF_LIMITS: u64 = RO | DISCARD | WRITE_ZEROES;
 
 /// MQ is always offered, because a device may get several engines.
 pub fn features(limits: &QueueLimits) -> u64 {
-    let mut features = feature::SEG_MAX
-        | feature::SIZE_MAX
-        | feature::BLK_SIZE
-        | feature::TOPOLOGY
-        | feature::FLUSH
-        | feature::CONFIG_WCE
-        | feature::MQ
-        | feature::RING_INDIRECT_DESC
-        | feature::RING_EVENT_IDX
-        | feature::VERSION_1
-        | feature::RING_PACKED;
+    let of_rings = RING_INDIRECT_DESC | RING_EVENT_IDX | VERSION_1 | RING_PACKED;
+    let mut features = of_rings | SEG_MAX | SIZE_MAX | BLK_SIZE | TOPOLOGY | FLUSH | CONFIG_WCE | MQ;
     let mut offer = |has: bool, bit: u64| features |= if has { bit } else { 0 };
-    offer(limits.read_only, feature::RO);
-    offer(discards(limits), feature::DISCARD);
-    offer(!limits.read_only, feature::WRITE_ZEROES);
+    offer(limits.read_only, RO);
+    offer(discards(limits), DISCARD);
+    offer(!limits.read_only, WRITE_ZEROES);
     features
 }
 

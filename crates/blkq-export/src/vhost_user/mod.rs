@@ -13,12 +13,11 @@
 //! - `request` parses a chain. `segments` collects the memory of its data, and `bounce` copies data that is
 //!   not aligned.
 //! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
+#![cfg_attr(fuzz_interface, allow(missing_docs, reason = "most items are private but for fuzz targets"))]
 
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod abi;
 mod area;
 mod bounce;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod chain;
 mod channel;
 mod config;
@@ -29,22 +28,17 @@ mod device;
 mod device_harness;
 #[cfg(any(test, simulation))]
 mod harness;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod inflight;
 mod inflight_packed;
 mod inflight_split;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod memory;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod message;
 #[cfg(all(test, model_check))]
 mod model;
 mod notifier;
 mod packed;
 mod registration;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod request;
-#[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod ring;
 mod segments;
 mod session;

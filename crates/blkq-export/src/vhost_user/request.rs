@@ -39,9 +39,7 @@ pub enum Action {
         registered_pieces: usize,
     },
     /// A discard or write zeroes of the ranges in [`Parser::ranges`], which has 1 to [`RANGES_MAX`] ranges.
-    Ranges {
-        operation: Operation,
-    },
+    Ranges(Operation),
     Flush,
     /// The request completes with this status. A serial number has been written already.
     Reply(u8),
@@ -121,9 +119,8 @@ impl Parser {
                 header
             }
         };
-        let word =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        let sector = Sector(u64::from(word(8)) | u64::from(word(12)) << 32);
+        let [kind, _, low, high] = words(header);
+        let sector = Sector(u64::from(low) | u64::from(high) << 32);
         let Some(&Buffer { address, length }) = chain.writable().last() else {
             return Err(RingError::NoStatus);
         };
@@ -132,7 +129,7 @@ impl Parser {
         memory.span(&mut self.cursor, status, 1).ok_or(unmapped)?;
         let read_bytes = total(chain.writable()) - 1;
         let written_bytes = total(chain.readable()) - HEADER_BYTES as u64;
-        let action = match word(0) {
+        let action = match kind {
             T_IN => self.transfer(memory, Operation::Read, sector, chain.writable(), 0, read_bytes)?,
             T_OUT => {
                 let skip = HEADER_BYTES as u64;
@@ -169,12 +166,10 @@ impl Parser {
         if !bytes.is_multiple_of(512) || bytes > DATA_MAX_BYTES {
             return Ok(Action::Reply(S_IOERR));
         }
-        if bytes == 0 {
-            let (data, unaligned, registered_pieces) = (Data::None, 0, 0);
-            return Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces });
-        }
-        let Gathered { data, unaligned, registered_pieces } =
-            self.segments.gather(memory, buffers, skip, bytes)?;
+        let Gathered { data, unaligned, registered_pieces } = match bytes {
+            0 => Gathered { data: Data::None, unaligned: 0, registered_pieces: 0 },
+            _ => self.segments.gather(memory, buffers, skip, bytes)?,
+        };
         Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces })
     }
 
@@ -205,17 +200,15 @@ impl Parser {
         for index in 0..count as usize {
             let mut range = [0; RANGE_BYTES];
             self.read(chain.readable(), HEADER_BYTES + index * RANGE_BYTES, &mut range, memory)?;
-            let word =
-                |at: usize| u32::from_le_bytes([range[at], range[at + 1], range[at + 2], range[at + 3]]);
-            let flags = word(12);
+            let [low, high, sectors, flags] = words(range);
             let known = if operation == Operation::WriteZeroes { RANGE_UNMAP } else { 0 };
             if flags & !known != 0 {
                 return Ok(Action::Reply(S_UNSUPP));
             }
-            let sector = Sector(u64::from(word(0)) | u64::from(word(4)) << 32);
-            self.ranges.push(Range { sector, sectors: word(8).into(), unmap: flags & RANGE_UNMAP != 0 });
+            let sector = Sector(u64::from(low) | u64::from(high) << 32);
+            self.ranges.push(Range { sector, sectors: sectors.into(), unmap: flags & RANGE_UNMAP != 0 });
         }
-        Ok(Action::Ranges { operation })
+        Ok(Action::Ranges(operation))
     }
 
     fn read(
@@ -245,6 +238,12 @@ impl Parser {
         }
         Ok(done)
     }
+}
+
+/// The little-endian words of a header or a range.
+fn words(bytes: [u8; 16]) -> [u32; 4] {
+    let words: [[u8; 4]; 4] = zerocopy::transmute!(bytes);
+    words.map(u32::from_le_bytes)
 }
 
 fn total(buffers: &[Buffer]) -> u64 {

@@ -178,13 +178,8 @@ impl VringSource {
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
-            if self.rejected
-                || self.submissions.requeued() > 0
-                || self.bounces.used_bytes() >= BOUNCED_MAX_BYTES
-            {
-                return;
-            }
-            if self.stopping && !self.has_recovered() {
+            let full = self.submissions.requeued() > 0 || self.bounces.used_bytes() >= BOUNCED_MAX_BYTES;
+            if self.rejected || full || self.stopping && !self.has_recovered() {
                 return;
             }
             if self.work.is_over() {
@@ -248,7 +243,7 @@ impl VringSource {
                 let user_data = self.slots.insert(slot);
                 self.submissions.submit(cx, Bio::flush(user_data));
             }
-            Action::Ranges { operation } => {
+            Action::Ranges(operation) => {
                 let sectors_max = range_sectors_max(limits, operation);
                 let is_legal =
                     |range: &Range| range.sectors <= sectors_max && is_inside(range.sector.0, range.sectors);
@@ -361,10 +356,7 @@ impl VringSource {
     }
 
     fn publish(&mut self) {
-        if !std::mem::take(&mut self.unpublished) || self.rejected {
-            return;
-        }
-        if self.start.ring.publish() {
+        if std::mem::take(&mut self.unpublished) && !self.rejected && self.start.ring.publish() {
             self.call();
         }
     }

@@ -58,7 +58,7 @@ pub struct RingInfo {
 }
 
 /// The current state of the connected front end.
-#[derive(Clone, Debug)]
+#[derive(Clone, Default, Debug)]
 pub struct FrontEndInfo {
     /// Front ends are numbered from 1.
     pub id: u64,
@@ -140,20 +140,18 @@ impl RingStatus {
 }
 
 pub(super) struct FrontEnd {
-    id: u64,
-    peer: String,
+    /// The fields that the rings do not determine; the others have their default values.
+    info: FrontEndInfo,
     since: Instant,
     /// The last status of each ring that was started.
     rings: Vec<Arc<RingStatus>>,
     /// The sum of the counters of rings that were replaced in `rings`.
     earlier: VhostUserCounters,
-    recorded: bool,
-    registered_memory: Option<Result<u64, String>>,
 }
 
 impl FrontEnd {
     pub fn is_recorded(&self) -> bool {
-        self.recorded
+        self.info.recorded
     }
 
     fn counters(&self) -> VhostUserCounters {
@@ -207,15 +205,10 @@ impl Registry {
             return false;
         }
         state.sum.connections += 1;
-        state.front_end = Some(FrontEnd {
-            id: state.sum.connections,
-            peer: peer.to_owned(),
-            since: Instant::now(),
-            rings: Vec::new(),
-            earlier: VhostUserCounters::default(),
-            recorded: false,
-            registered_memory: None,
-        });
+        let (id, peer) = (state.sum.connections, peer.to_owned());
+        let info = FrontEndInfo { id, peer, ..FrontEndInfo::default() };
+        let (since, earlier) = (Instant::now(), VhostUserCounters::default());
+        state.front_end = Some(FrontEnd { info, since, rings: Vec::new(), earlier });
         true
     }
 
@@ -234,13 +227,13 @@ impl Registry {
 
     pub fn set_recorded(&self, recorded: bool) {
         if let Some(front_end) = &mut lock(&self.state).front_end {
-            front_end.recorded = recorded;
+            front_end.info.recorded = recorded;
         }
     }
 
     pub fn set_registered_memory(&self, registered: Option<Result<u64, String>>) {
         if let Some(front_end) = &mut lock(&self.state).front_end {
-            front_end.registered_memory = registered;
+            front_end.info.registered_memory = registered;
         }
     }
 
@@ -306,14 +299,11 @@ impl Registry {
         let front_end = state.front_end.as_ref()?;
         let rings: Vec<RingInfo> = front_end.rings.iter().map(|ring| ring.info()).collect();
         Some(FrontEndInfo {
-            id: front_end.id,
-            peer: front_end.peer.clone(),
             age: front_end.since.elapsed(),
             in_flight: rings.iter().map(|ring| ring.in_flight).sum(),
             rings,
-            recorded: front_end.recorded,
-            registered_memory: front_end.registered_memory.clone(),
             counters: front_end.counters(),
+            ..front_end.info.clone()
         })
     }
 }

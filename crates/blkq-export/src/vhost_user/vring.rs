@@ -26,16 +26,6 @@ pub struct RingContext {
     pub write_through: Arc<AtomicBool>,
 }
 
-#[derive(Default)]
-enum Kick {
-    /// No kick eventfd was set since the ring was stopped.
-    #[default]
-    Stopped,
-    /// The front end has no kick eventfd: the ring is polled.
-    Polled,
-    Event(Arc<OwnedFd>),
-}
-
 struct Serving {
     disk: Arc<Disk>,
     engine: EngineHandle,
@@ -59,7 +49,10 @@ pub struct Vring {
     size: u32,
     addresses: Option<VringAddresses>,
     base: u32,
-    kick: Kick,
+    /// The front end has sent SET_VRING_KICK since the ring was stopped.
+    started: bool,
+    /// Without a kick eventfd, the ring is polled.
+    kick: Option<Arc<OwnedFd>>,
     error: Option<CallFile>,
     enabled: Option<bool>,
     serving: Option<Serving>,
@@ -119,7 +112,7 @@ impl Vring {
     pub fn set_kick(&mut self, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_event()).transpose()?;
         self.stop();
-        self.kick = file.map_or(Kick::Polled, |file| Kick::Event(Arc::new(file)));
+        (self.started, self.kick) = (true, file.map(Arc::new));
         Ok(())
     }
 
@@ -153,16 +146,8 @@ impl Vring {
         enabled: bool,
         peer: &Arc<str>,
     ) -> Result<(), Refusal> {
-        let kick = match &self.kick {
-            Kick::Stopped => return Ok(()),
-            Kick::Polled => None,
-            Kick::Event(kick) => Some(kick.clone()),
-        };
-        let (true, false, Some(addresses)) =
-            (self.enabled.unwrap_or(enabled), self.is_served() || self.size == 0, &self.addresses)
-        else {
-            return Ok(());
-        };
+        let can_start = self.started && self.enabled.unwrap_or(enabled) && self.size > 0 && !self.is_served();
+        let Some(addresses) = self.addresses.as_ref().filter(|_| can_start) else { return Ok(()) };
         let has = |feature: u64| context.features & feature != 0;
         let spec = RingSpec {
             size: self.size as u16,
@@ -188,7 +173,7 @@ impl Vring {
         let start = VringStart {
             ring,
             memory: context.memory.clone(),
-            kick,
+            kick: self.kick.clone(),
             call: shared.calls[self.index as usize].clone(),
             status: status.clone(),
             write_through: context.write_through.clone(),
@@ -211,7 +196,7 @@ impl Vring {
     /// Stops the ring until another kick eventfd is set. Returns the position at which it continues.
     pub fn stop_for_base(&mut self) -> u32 {
         self.stop();
-        self.kick = Kick::Stopped;
+        (self.started, self.kick) = (false, None);
         self.base
     }
 

@@ -40,7 +40,6 @@ fn every_limit_has_its_field() {
 
 #[test]
 fn features_follow_the_limits() {
-    use feature::*;
     let usual = SEG_MAX | SIZE_MAX | BLK_SIZE | TOPOLOGY | FLUSH | CONFIG_WCE | MQ;
     let rings = RING_INDIRECT_DESC | RING_EVENT_IDX | VERSION_1 | RING_PACKED;
     assert_eq!(features(&limits()), usual | rings | DISCARD | WRITE_ZEROES);

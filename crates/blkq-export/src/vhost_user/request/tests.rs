@@ -218,7 +218,7 @@ fn discards_and_write_zeroes_have_their_ranges() {
     let range = |sector, sectors, unmap| Range { sector: Sector(sector), sectors, unmap };
     for (kind, operation) in [(T_DISCARD, Operation::Discard), (T_WRITE_ZEROES, Operation::WriteZeroes)] {
         let (action, ranges) = parse(kind, 32);
-        assert!(matches!(action, Action::Ranges { operation: found } if found == operation));
+        assert!(matches!(action, Action::Ranges(found) if found == operation));
         assert_eq!(ranges, [range(8, 16, false), range(1 << 40, u32::MAX.into(), false)]);
         for bytes in [0, 1, 15, 17, 16 * (RANGES_MAX as u32 + 1)] {
             let expected = if bytes == 0 { 16 } else { bytes };
