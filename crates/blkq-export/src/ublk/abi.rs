@@ -6,16 +6,10 @@ use bitflags::bitflags;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 bitflags! {
-    /// `UBLK_F_*`: the features that a kernel offers, or that a device was created with. In parentheses: the
-    /// version of Linux that added a feature.
+    /// `UBLK_F_*`: the features that a kernel offers, or that a device was created with, as far as they are
+    /// used here. In parentheses: the version of Linux that added a feature.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct Features: u64 {
-        /// The server may do I/O on the pages of a request (Linux 6.15).
-        const SUPPORT_ZERO_COPY = 1 << 0;
-        /// Completions run in the task that serves the queue.
-        const URING_CMD_COMP_IN_TASK = 1 << 1;
-        /// The server requests the data of each write with a command.
-        const NEED_GET_DATA = 1 << 2;
         /// The device stays when its server exits, and another server can take it over (6.1).
         const USER_RECOVERY = 1 << 3;
         /// Requests that the old server had in flight are reissued to the new server (6.1).
@@ -26,10 +20,6 @@ bitflags! {
         const CMD_IOCTL_ENCODE = 1 << 6;
         /// The server copies data by reading and writing the character device (6.5).
         const USER_COPY = 1 << 7;
-        /// The device is zoned (6.6).
-        const ZONED = 1 << 8;
-        /// I/O of a device without a server fails instead of waiting for a server (6.13).
-        const USER_RECOVERY_FAIL_IO = 1 << 9;
         /// The size of a started device can change (6.16).
         const UPDATE_SIZE = 1 << 10;
         /// The kernel registers the pages of each request as a buffer of the server's ring (6.16).
@@ -38,18 +28,8 @@ bitflags! {
         const QUIESCE = 1 << 12;
         /// Each tag of a queue may be served by another task (6.16).
         const PER_IO_DAEMON = 1 << 13;
-        /// A task that does not serve the queue may register buffers (6.17).
-        const BUF_REG_OFF_DAEMON = 1 << 14;
-        /// One command carries many requests (7.0).
-        const BATCH_IO = 1 << 15;
-        /// Requests carry integrity metadata (7.0).
-        const INTEGRITY = 1 << 16;
         /// `UBLK_CMD_TRY_STOP_DEV` stops a device only if it is not open (7.0).
         const SAFE_STOP_DEV = 1 << 17;
-        /// The kernel does not scan the device for partitions when it starts (7.0).
-        const NO_AUTO_PART_SCAN = 1 << 18;
-        /// Data moves through memory that the server shares with users of the device (7.1).
-        const SHMEM_ZC = 1 << 19;
         const _ = !0;
     }
 }
@@ -67,35 +47,38 @@ const fn control_write(number: u32) -> u32 {
     ioc(3, number, size_of::<ControlCommand>())
 }
 
-// UBLK_U_CMD_*: commands to /dev/ublk-control.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u32)]
-pub enum Control {
-    GetQueueAffinity = control_read(0x01),
-    GetDevInfo = control_read(0x02),
-    AddDev = control_write(0x04),
-    /// Removes a device. The kernel completes this when no process has the character device open.
-    DelDev = control_write(0x05),
+/// `UBLK_U_CMD_*`: commands to /dev/ublk-control.
+pub mod command {
+    use super::{control_read, control_write};
+
+    pub const GET_QUEUE_AFFINITY: u32 = control_read(0x01);
+    pub const GET_DEV_INFO: u32 = control_read(0x02);
+    pub const ADD_DEV: u32 = control_write(0x04);
+    /// Removes a stopped device, with its character device and its number. The kernel completes this when no
+    /// process has the character device open.
+    pub const DEL_DEV: u32 = control_write(0x05);
     /// Makes the block device appear.
-    StartDev = control_write(0x06),
-    /// Makes the block device disappear.
-    StopDev = control_write(0x07),
-    /// Sets the [`Parameters`] of a device that is not started.
-    SetParams = control_write(0x08),
-    GetParams = control_read(0x09),
+    pub const START_DEV: u32 = control_write(0x06);
+    /// Makes the block device disappear, even if it is open. The kernel waits for I/O in flight, and fails later
+    /// I/O.
+    pub const STOP_DEV: u32 = control_write(0x07);
+    /// Sets the [`Parameters`](super::Parameters) of a device that is not started.
+    pub const SET_PARAMS: u32 = control_write(0x08);
+    pub const GET_PARAMS: u32 = control_read(0x09);
     /// Begins the takeover of a device whose server has exited.
-    StartUserRecovery = control_write(0x10),
+    pub const START_USER_RECOVERY: u32 = control_write(0x10);
     /// Completes the takeover: the calling server serves the device.
-    EndUserRecovery = control_write(0x11),
-    /// As [`Control::GetDevInfo`], for a user who names the device by its path.
-    GetDevInfo2 = control_read(0x12),
-    GetFeatures = control_read(0x13),
+    pub const END_USER_RECOVERY: u32 = control_write(0x11);
+    /// As [`GET_DEV_INFO`], for a user who names the device by its path.
+    pub const GET_DEV_INFO2: u32 = control_read(0x12);
+    pub const GET_FEATURES: u32 = control_read(0x13);
     /// Changes the size of a started device.
-    UpdateSize = control_write(0x15),
+    pub const UPDATE_SIZE: u32 = control_write(0x15);
     /// Makes new requests wait for another server. The current server still completes its requests in flight.
-    QuiesceDev = control_write(0x16),
-    /// As [`Control::StopDev`], but fails if the block device is open.
-    TryStopDev = control_write(0x17),
+    pub const QUIESCE_DEV: u32 = control_write(0x16);
+    /// As [`STOP_DEV`], but fails with `EBUSY` if the block device is open
+    /// ([`Features::SAFE_STOP_DEV`](super::Features::SAFE_STOP_DEV)).
+    pub const TRY_STOP_DEV: u32 = control_write(0x17);
 }
 
 /// `UBLK_U_IO_FETCH_REQ`: the server is ready for the first request of a tag.
@@ -304,15 +287,15 @@ mod tests {
     #[test]
     fn commands_are_numbered_as_the_kernel_numbers_them() {
         // Printed by a C program that includes linux/ublk_cmd.h of Linux 7.3.
-        assert_eq!(Control::GetQueueAffinity as u32, 0x8020_7501);
-        assert_eq!(Control::GetDevInfo as u32, 0x8020_7502);
-        assert_eq!(Control::AddDev as u32, 0xc020_7504);
-        assert_eq!(Control::DelDev as u32, 0xc020_7505);
-        assert_eq!(Control::StartDev as u32, 0xc020_7506);
-        assert_eq!(Control::GetFeatures as u32, 0x8020_7513);
-        assert_eq!(Control::UpdateSize as u32, 0xc020_7515);
+        assert_eq!(command::GET_QUEUE_AFFINITY, 0x8020_7501);
+        assert_eq!(command::GET_DEV_INFO, 0x8020_7502);
+        assert_eq!(command::ADD_DEV, 0xc020_7504);
+        assert_eq!(command::DEL_DEV, 0xc020_7505);
+        assert_eq!(command::START_DEV, 0xc020_7506);
+        assert_eq!(command::GET_FEATURES, 0x8020_7513);
+        assert_eq!(command::UPDATE_SIZE, 0xc020_7515);
         assert_eq!((FETCH, COMMIT_AND_FETCH), (0xc010_7520, 0xc010_7521));
-        assert_eq!(Control::QuiesceDev as u32, 0xc020_7516);
+        assert_eq!(command::QUIESCE_DEV, 0xc020_7516);
     }
 
     #[test]

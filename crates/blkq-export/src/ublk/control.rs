@@ -12,8 +12,7 @@ use io_uring::{IoUring, cqueue, opcode, types};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
-use super::command::{Command, DELETE, STOP, TRY_STOP};
+use super::abi::{ANY_ID, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters, command};
 
 /// Path of the control device of the ublk driver.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
@@ -43,11 +42,11 @@ pub struct ControlDevice {
     pending: bool,
 }
 
-fn timeout(command: abi::Control) -> Duration {
-    match command {
-        abi::Control::AddDev | abi::Control::StartDev | abi::Control::EndUserRecovery => START_TIMEOUT,
-        abi::Control::StopDev | abi::Control::TryStopDev => STOP_TIMEOUT,
-        abi::Control::DelDev => DELETE_TIMEOUT,
+fn timeout(code: u32) -> Duration {
+    match code {
+        command::ADD_DEV | command::START_DEV | command::END_USER_RECOVERY => START_TIMEOUT,
+        command::STOP_DEV | command::TRY_STOP_DEV => STOP_TIMEOUT,
+        command::DEL_DEV => DELETE_TIMEOUT,
         _ => ANSWER_TIMEOUT,
     }
 }
@@ -61,7 +60,7 @@ pub fn block_path(id: u32) -> String {
     format!("/dev/ublkb{id}")
 }
 
-/// Submits the operation in `ring`, if it has not been submitted, and returns its result.
+/// Submits the operation in `ring`, if it has not been submitted, and returns the kernel's error if it fails.
 ///
 /// # Errors
 /// Returns [`io::ErrorKind::TimedOut`] if the operation does not complete in time, and the error of
@@ -69,13 +68,14 @@ pub fn block_path(id: u32) -> String {
 pub(super) fn complete_one<S: EntryMarker>(
     ring: &mut IoUring<S, cqueue::Entry>,
     timeout: Duration,
-) -> io::Result<i32> {
+) -> io::Result<io::Result<()>> {
     let until = Instant::now() + timeout;
     loop {
         let left = types::Timespec::from(until.saturating_duration_since(Instant::now()));
         let waited = ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&left));
         if let Some(cqe) = ring.completion().next() {
-            return Ok(cqe.result());
+            let result = cqe.result();
+            return Ok(if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) });
         }
         match waited {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -118,7 +118,7 @@ impl ControlDevice {
     }
 
     /// Executes a command. The kernel reads `buffer`, writes it, or both, as the command demands.
-    fn call(&mut self, command: abi::Control, id: u32, data: u64, buffer: &mut [u8]) -> io::Result<()> {
+    fn call(&mut self, code: u32, id: u32, data: u64, buffer: &mut [u8]) -> io::Result<()> {
         if self.pending {
             // A new ring, so that the late completion is not taken for that of this command. The old ring is
             // leaked: closing it would keep a kernel worker busy until its command completes.
@@ -128,8 +128,8 @@ impl ControlDevice {
         }
         // A user without CAP_SYS_ADMIN names the device by its path, so that the kernel can check the
         // permissions of the node. The two other commands do not act on an existing device.
-        let names_device = command == abi::Control::GetDevInfo2
-            || !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
+        let names_device = code == command::GET_DEV_INFO2
+            || !self.privileged && !matches!(code, command::ADD_DEV | command::GET_FEATURES);
         let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
         let mut memory = [path.as_bytes(), &*buffer].concat();
         let request = ControlCommand {
@@ -145,16 +145,12 @@ impl ControlDevice {
         let mut bytes = [0; 80];
         bytes[..size_of::<ControlCommand>()].copy_from_slice(request.as_bytes());
         let fd = types::Fd(self.file.as_raw_fd());
-        let entry = opcode::UringCmd80::new(fd, command as u32).cmd(bytes).build();
+        let entry = opcode::UringCmd80::new(fd, code).cmd(bytes).build();
         // SAFETY: the file is open as long as the ring is. If the command does not complete in time, the
         // memory is leaked.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
-        match complete_one(&mut self.ring, timeout(command)) {
-            Ok(result) if result >= 0 => {
-                buffer.copy_from_slice(&memory[path.len()..]);
-                Ok(())
-            }
-            Ok(result) => Err(io::Error::from_raw_os_error(-result)),
+        match complete_one(&mut self.ring, timeout(code)) {
+            Ok(done) => done.map(|()| buffer.copy_from_slice(&memory[path.len()..])),
             Err(error) => {
                 // The kernel may still write to the memory.
                 std::mem::forget(memory);
@@ -167,9 +163,9 @@ impl ControlDevice {
     /// Waits again for a command without a buffer that did not complete in time. Fails with the kernel's
     /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn wait_again(&mut self) -> io::Result<()> {
-        let result = complete_one(&mut self.ring, STOP_TIMEOUT)?;
+        let done = complete_one(&mut self.ring, STOP_TIMEOUT)?;
         self.pending = false;
-        if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
+        done
     }
 
     /// Reads the features of the kernel's ublk driver.
@@ -178,7 +174,7 @@ impl ControlDevice {
     /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
-        match self.call(abi::Control::GetFeatures, abi::ANY_ID, 0, features.as_mut_bytes()) {
+        match self.call(command::GET_FEATURES, ANY_ID, 0, features.as_mut_bytes()) {
             Ok(()) => Ok(Features::from_bits_retain(features)),
             Err(e) if e.kind() == io::ErrorKind::TimedOut => {
                 Err(failed("read the features of the driver", e))
@@ -193,7 +189,7 @@ impl ControlDevice {
     /// Creates a device. The kernel changes `info` to the values that it has chosen. Fails with the kernel's
     /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
-        self.call(abi::Control::AddDev, info.dev_id, 0, info.as_mut_bytes())
+        self.call(command::ADD_DEV, info.dev_id, 0, info.as_mut_bytes())
     }
 
     /// The numbers of all devices, including those of other users, or the error of reading /sys.
@@ -210,10 +206,10 @@ impl ControlDevice {
     /// Information about device `id`, or the kernel's error; `None` if there is no such device.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
-        let mut ask = |command| self.call(command, id, 0, info.as_mut_bytes());
+        let mut ask = |code| self.call(code, id, 0, info.as_mut_bytes());
         // For a device that another user created, the kernel demands the path even from root.
-        let answer = match ask(abi::Control::GetDevInfo) {
-            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(abi::Control::GetDevInfo2),
+        let answer = match ask(command::GET_DEV_INFO) {
+            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(command::GET_DEV_INFO2),
             answer => answer,
         };
         match answer {
@@ -227,54 +223,43 @@ impl ControlDevice {
     /// error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
-        self.call(abi::Control::GetQueueAffinity, id, queue.into(), &mut mask)
+        self.call(command::GET_QUEUE_AFFINITY, id, queue.into(), &mut mask)
             .map_err(|e| failed("read the CPUs of a queue", e))?;
         let mut set = CpuSet::new();
-        for cpu in 0..CpuSet::MAX_CPU {
-            if mask[cpu / 8] & 1 << (cpu % 8) != 0 {
-                set.set(cpu);
-            }
-        }
+        let has = |cpu: &usize| mask[cpu / 8] & 1 << (cpu % 8) != 0;
+        (0..CpuSet::MAX_CPU).filter(has).for_each(|cpu| set.set(cpu));
         Ok(set)
     }
 
     /// Sets the parameters of device `id`, which must not be started, or returns the kernel's error.
     pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
         let mut parameters = *parameters;
-        self.call(abi::Control::SetParams, id, 0, parameters.as_mut_bytes())
+        self.call(command::SET_PARAMS, id, 0, parameters.as_mut_bytes())
             .map_err(|e| failed("set the parameters of a device", e))
     }
 
     /// Reads the parameters of device `id`, or returns the kernel's error.
     pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
         let mut parameters = Parameters { len: size_of::<Parameters>() as u32, ..Parameters::default() };
-        self.call(abi::Control::GetParams, id, 0, parameters.as_mut_bytes())
+        self.call(command::GET_PARAMS, id, 0, parameters.as_mut_bytes())
             .map_err(|e| failed("read the parameters of a device", e))?;
         Ok(parameters)
     }
 
     pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
-        self.call(abi::Control::StartDev, id, pid.into(), &mut [])
+        self.call(command::START_DEV, id, pid.into(), &mut [])
     }
 
-    /// Issues a command whose only argument is the number of the device, or returns the kernel's error.
-    pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
-        match what {
-            // Makes the block device disappear. The kernel waits for I/O in flight, and fails later I/O.
-            STOP => self.call(abi::Control::StopDev, id, 0, &mut []),
-            // Fails with `EBUSY` if the block device is open ([`Features::SAFE_STOP_DEV`]).
-            TRY_STOP => self.call(abi::Control::TryStopDev, id, 0, &mut []),
-            DELETE => self.delete(id),
-            _ => Err(io::ErrorKind::InvalidInput.into()),
+    /// Issues a command that stops or removes device `id`, or returns the kernel's error. A removal succeeds if
+    /// there is no such device. While the character device is open the kernel only marks it for removal; this
+    /// then returns after [`DELETE_TIMEOUT`], and the last close removes the device.
+    pub(super) fn issue(&mut self, code: u32, id: u32) -> io::Result<()> {
+        if ![command::STOP_DEV, command::TRY_STOP_DEV, command::DEL_DEV].contains(&code) {
+            return Err(io::ErrorKind::InvalidInput.into());
         }
-    }
-
-    /// Succeeds if there is no such device. While the character device is open the kernel only marks it for
-    /// removal; this then returns after [`DELETE_TIMEOUT`], and the last close removes the device.
-    fn delete(&mut self, id: u32) -> io::Result<()> {
-        match self.call(abi::Control::DelDev, id, 0, &mut []) {
-            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
+        match self.call(code, id, 0, &mut []) {
+            Err(e) if code == command::DEL_DEV && e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
+            Err(e) if code == command::DEL_DEV && e.kind() == io::ErrorKind::TimedOut => Ok(()),
             done => done,
         }
     }
@@ -282,13 +267,12 @@ impl ControlDevice {
     /// Begins to take over device `id`, whose server has exited. Fails with [`ErrorKind::Busy`] while the old
     /// server is still exiting, and with the kernel's error.
     pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
-        self.call(abi::Control::StartUserRecovery, id, 0, &mut [])
-            .map_err(|e| failed("take over a device", e))
+        self.call(command::START_USER_RECOVERY, id, 0, &mut []).map_err(|e| failed("take over a device", e))
     }
 
     /// Completes the takeover: this process serves device `id` from now on. Fails with the kernel's error.
     pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
-        self.call(abi::Control::EndUserRecovery, id, std::process::id().into(), &mut [])
+        self.call(command::END_USER_RECOVERY, id, std::process::id().into(), &mut [])
             .map_err(|e| failed("take over a device", e))
     }
 
@@ -297,12 +281,12 @@ impl ControlDevice {
     /// queue has no idle command for a second.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
-        self.call(abi::Control::QuiesceDev, id, wait_ms, &mut []).map_err(|e| failed("quiesce a device", e))
+        self.call(command::QUIESCE_DEV, id, wait_ms, &mut []).map_err(|e| failed("quiesce a device", e))
     }
 
     /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]), or returns the kernel's error.
     pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
-        self.call(abi::Control::UpdateSize, id, sectors, &mut [])
+        self.call(command::UPDATE_SIZE, id, sectors, &mut [])
             .map_err(|e| failed("change the size of a device", e))
     }
 }
@@ -364,7 +348,7 @@ mod tests {
         assert!(!control.pending);
 
         let mut control = busy(&event);
-        let error = control.call(abi::Control::StopDev, 0, 0, &mut []).unwrap_err();
+        let error = control.call(command::STOP_DEV, 0, 0, &mut []).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP), "/dev/zero has no commands");
     }
 }

@@ -11,8 +11,7 @@ use blkq::sync::{Mutex, MutexGuard, lock};
 use blkq::{Disk, EngineHandle, Error, ErrorKind, Source, SourceId};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities, set_capabilities};
 
-use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
-use super::command::{Command, DELETE, STOP};
+use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX, command};
 use super::control::{ControlDevice, character_path};
 use super::copy::CopyMode;
 use super::identity::{Identity, issue_commands, stop};
@@ -135,8 +134,7 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         setup.add(&mut info)?;
-        let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
-        let device = UblkDevice { copied_because: because, ..device };
+        let device = UblkDevice::new(kernel, info, threads_per_queue, because, setup, users);
         // A user other than root cannot use the device before udev has given the node to that user, so the
         // node is opened first.
         let started = open_node(&character_path(info.dev_id))
@@ -149,7 +147,7 @@ impl UblkDevice {
             Err(error) => {
                 // `error` is the cause. A failure of the clean-up would hide it.
                 let mut issue = |command| control.issue(command, info.dev_id);
-                let _ = issue_commands(&mut issue, &[STOP]).and_then(|()| device.delete(issue));
+                let _ = issue_commands(&mut issue, &[command::STOP_DEV]).and_then(|()| device.delete(issue));
                 Err(error)
             }
         }
@@ -174,7 +172,9 @@ impl UblkDevice {
         check_threads(kernel, threads_per_queue)?;
         let path = identity.path();
         let mismatch = |why: &str| Err(Error::new(ErrorKind::Mismatch, format!("{path}: {why}")));
-        let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
+        let Some(info) = identity.info(&mut control)? else {
+            return Err(Error::new(ErrorKind::NotFound, format!("{path}: the device no longer exists")));
+        };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
             return mismatch("the device was created without recovery");
         }
@@ -204,7 +204,7 @@ impl UblkDevice {
         }
         let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
         poll(TAKE_OVER_TIMEOUT, || control.start_recovery(identity.id), is_busy)?;
-        let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
+        let device = UblkDevice::new(kernel, info, threads_per_queue, None, setup, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
@@ -215,6 +215,7 @@ impl UblkDevice {
         kernel_features: Features,
         info: DeviceInfo,
         threads_per_queue: u16,
+        copied_because: Option<&'static str>,
         setup: SetupProcess,
         users: IdleWatch,
     ) -> UblkDevice {
@@ -222,7 +223,7 @@ impl UblkDevice {
             kernel_features,
             info,
             threads_per_queue,
-            copied_because: None,
+            copied_because,
             serving: Mutex::new(None),
             setup: Mutex::new(setup),
             users: Mutex::new(users),
@@ -381,14 +382,14 @@ impl UblkDevice {
     }
 
     /// Removes the device, which must be stopped.
-    fn delete(&self, issue: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
+    fn delete(&self, issue: impl FnMut(u32) -> io::Result<()>) -> Result<(), Error> {
         let serving = lock(&self.serving).take();
         if let Some(Serving { shared, sources }) = serving {
             // The device is stopped, so the kernel has completed all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        issue_commands(issue, &[DELETE])
+        issue_commands(issue, &[command::DEL_DEV])
     }
 
     /// Fails with [`ErrorKind::Unsupported`] if the kernel cannot resize a device in use.
@@ -418,30 +419,21 @@ impl UblkDevice {
     /// created read-only, which the kernel does not change, and with the kernel's error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let path = self.identity().path();
-        let set = || {
-            let file = File::open(&path)?;
-            let value = libc::c_int::from(read_only);
-            let mut now = value;
+        let access = if read_only { "read-only" } else { "writable" };
+        let failed = |e| Error::system(format!("cannot make {path} {access}"), e);
+        let file = File::open(&path).map_err(failed)?;
+        let mut value = libc::c_int::from(read_only);
+        for code in [BLKROSET, BLKROGET] {
             // SAFETY: BLKROSET reads one int, and BLKROGET writes one.
-            let results = unsafe {
-                [
-                    libc::ioctl(file.as_raw_fd(), BLKROSET, &raw const value),
-                    libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut now),
-                ]
-            };
-            if results == [0, 0] { Ok(now != 0) } else { Err(io::Error::last_os_error()) }
-        };
-        match set() {
-            Ok(now) if now == read_only => Ok(()),
-            Ok(_) => {
-                let message = format!("{path} was created read-only, and the kernel does not change that");
-                Err(Error::new(ErrorKind::Unsupported, message))
+            if unsafe { libc::ioctl(file.as_raw_fd(), code, &raw mut value) } != 0 {
+                return Err(failed(io::Error::last_os_error()));
             }
-            Err(e) => Err(Error::system(
-                format!("cannot make {path} {}", if read_only { "read-only" } else { "writable" }),
-                e,
-            )),
         }
+        if value != libc::c_int::from(read_only) {
+            let message = format!("{path} was created read-only, and the kernel does not change that");
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(())
     }
 }
 

@@ -6,8 +6,7 @@ use std::path::Path;
 use blkq::clock::monotonic_ns;
 use blkq::{Error, ErrorKind};
 
-use super::abi::{ANY_ID, DeviceInfo, Features, STATE_DEAD};
-use super::command::{Command, DELETE, STOP, TRY_STOP};
+use super::abi::{ANY_ID, DeviceInfo, Features, STATE_DEAD, command};
 use super::control::{ControlDevice, block_path, failed};
 use super::setup::SetupProcess;
 use super::usage;
@@ -49,11 +48,19 @@ impl Identity {
         Ok(None)
     }
 
+    /// The device with an open control device; `None` also if the driver is not loaded.
+    fn find(&self) -> Result<Option<(ControlDevice, DeviceInfo)>, Error> {
+        let mut control = match ControlDevice::open() {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened?,
+        };
+        Ok(self.info(&mut control)?.map(|info| (control, info)))
+    }
+
     /// The device with its number, if it waits for a new server. If no server can take it over, this removes
     /// the device. Fails with the kernel's error.
     pub fn survivor(&self) -> Result<Option<Identity>, Error> {
-        let Some(mut control) = open_if_loaded()? else { return Ok(None) };
-        let Some(info) = self.info(&mut control)? else { return Ok(None) };
+        let Some((mut control, info)) = self.find()? else { return Ok(None) };
         let id = info.dev_id;
         if is_recoverable(&info) {
             return Ok(Some(Identity { id, cookie: self.cookie }));
@@ -61,14 +68,13 @@ impl Identity {
         // The device was never started; or the kernel has stopped the block device, and its character device
         // is left.
         let issue = |command| control.issue(command, id);
-        issue_commands(issue, &[STOP, DELETE]).map(|()| None)
+        issue_commands(issue, &[command::STOP_DEV, command::DEL_DEV]).map(|()| None)
     }
 
     /// As [`Identity::survivor`], but never removes a device.
     pub fn waiting(&self) -> Result<Option<Identity>, Error> {
-        let Some(mut control) = open_if_loaded()? else { return Ok(None) };
-        let info = self.info(&mut control)?.filter(is_recoverable);
-        Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
+        let found = self.find()?.filter(|(_, info)| is_recoverable(info));
+        Ok(found.map(|(_, info)| Identity { id: info.dev_id, cookie: self.cookie }))
     }
 
     /// The device's size in bytes, or the kernel's error; `None` if there is no such device.
@@ -76,11 +82,6 @@ impl Identity {
         let mut control = ControlDevice::open()?;
         let Some(info) = self.info(&mut control)? else { return Ok(None) };
         Ok(Some(control.parameters(info.dev_id)?.basic.dev_sectors << 9))
-    }
-
-    pub(super) fn not_found(&self) -> Error {
-        let message = format!("{}: the device no longer exists", self.path());
-        Error::new(ErrorKind::NotFound, message)
     }
 
     /// Removes a device whose server has exited, with the process `setup`. With `force`, I/O that waits for a
@@ -94,15 +95,7 @@ impl Identity {
         }
         let mut issue = |command| setup.issue(command, self.id);
         stop(&mut issue, self.id, kernel, force)?;
-        issue_commands(issue, &[DELETE])
-    }
-}
-
-/// Opens the control device; `None` if the driver is not loaded, so that there are no devices.
-fn open_if_loaded() -> Result<Option<ControlDevice>, Error> {
-    match ControlDevice::open() {
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        opened => opened.map(Some),
+        issue_commands(issue, &[command::DEL_DEV])
     }
 }
 
@@ -113,13 +106,13 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
 
 /// Issues `commands` one after the other, until one fails. They are commands that stop or remove a device.
 pub(super) fn issue_commands(
-    mut issue: impl FnMut(Command) -> io::Result<()>,
-    commands: &[Command],
+    mut issue: impl FnMut(u32) -> io::Result<()>,
+    commands: &[u32],
 ) -> Result<(), Error> {
     commands.iter().try_for_each(|command| {
-        let what = if *command == DELETE { "remove a device" } else { "stop a device" };
+        let what = if *command == command::DEL_DEV { "remove a device" } else { "stop a device" };
         issue(*command).map_err(|e| match e.kind() {
-            io::ErrorKind::TimedOut if *command != DELETE => Error::new(
+            io::ErrorKind::TimedOut if *command != command::DEL_DEV => Error::new(
                 ErrorKind::System,
                 "ublk: the device does not stop, because I/O in flight does not complete; try again when the storage \
                  of the image responds",
@@ -131,24 +124,24 @@ pub(super) fn issue_commands(
 
 /// Makes the block device disappear. Without `force` this fails if the device is in use.
 pub(super) fn stop(
-    issue: &mut impl FnMut(Command) -> io::Result<()>,
+    issue: &mut impl FnMut(u32) -> io::Result<()>,
     id: u32,
     kernel: Features,
     force: bool,
 ) -> Result<(), Error> {
     // An earlier stop that timed out may have completed since. Then there is no block device left to check.
     if force || !Path::new(&block_path(id)).exists() {
-        return issue_commands(issue, &[STOP]);
+        return issue_commands(issue, &[command::STOP_DEV]);
     }
     // The claim keeps other processes from mounting the device until it is stopped.
     let claim = usage::claim(&block_path(id))?;
     if kernel.contains(Features::SAFE_STOP_DEV) {
         // The kernel itself checks for openers, atomically with the stop.
         drop(claim);
-        return issue_commands(issue, &[TRY_STOP]).map_err(|e| match e.kind() {
+        return issue_commands(issue, &[command::TRY_STOP_DEV]).map_err(|e| match e.kind() {
             ErrorKind::Busy => usage::busy(&block_path(id), "another process has it open"),
             _ => e,
         });
     }
-    issue_commands(issue, &[STOP])
+    issue_commands(issue, &[command::STOP_DEV])
 }

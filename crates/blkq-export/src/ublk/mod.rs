@@ -13,7 +13,6 @@
 mod abi;
 mod child;
 mod child_socket;
-mod command;
 mod control;
 mod copy;
 mod descriptors;

@@ -18,10 +18,9 @@ use blkq::Error;
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
-use super::abi::DeviceInfo;
+use super::abi::{DeviceInfo, command};
 use super::child;
 use super::child_socket::{Request, ServerEnd, receive, reply};
-use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, complete_one, failed, not_added};
 
 /// How much longer the server waits for a reply than the process waits for the kernel.
@@ -67,7 +66,7 @@ impl SetupProcess {
         Ok(SetupProcess { socket, silent: false })
     }
 
-    fn ask(&mut self, what: Command, info: DeviceInfo) -> io::Result<DeviceInfo> {
+    fn ask(&mut self, what: u32, info: DeviceInfo) -> io::Result<DeviceInfo> {
         if self.silent {
             return Err(io::ErrorKind::TimedOut.into());
         }
@@ -83,16 +82,16 @@ impl SetupProcess {
 
     /// As [`ControlDevice::add`], with its error as the source.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
-        *info = self.ask(ADD, *info).map_err(not_added)?;
+        *info = self.ask(command::ADD_DEV, *info).map_err(not_added)?;
         Ok(())
     }
 
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
-        self.ask(START, *info).map(|_| ()).map_err(|e| failed("start a device", e))
+        self.ask(command::START_DEV, *info).map(|_| ()).map_err(|e| failed("start a device", e))
     }
 
     /// As [`ControlDevice::issue`]; also fails with [`io::ErrorKind::TimedOut`].
-    pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
+    pub(super) fn issue(&mut self, what: u32, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
         self.ask(what, info).map(|_| ())
     }
@@ -100,7 +99,7 @@ impl SetupProcess {
 
 /// A command that did not complete in time. The kernel may still complete it.
 struct Unfinished {
-    what: Command,
+    what: u32,
     id: u32,
     control: ControlDevice,
 }
@@ -117,8 +116,8 @@ fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinishe
         Some(Unfinished { mut control, .. }) => Ok((control.wait_again(), control)),
         None => ControlDevice::open().map(|mut control| {
             let done = match what {
-                ADD => control.add(&mut info),
-                START => while_server_runs(server, || {
+                command::ADD_DEV => control.add(&mut info),
+                command::START_DEV => while_server_runs(server, || {
                     control.start(id, server)?;
                     remove_scheduler(id);
                     Ok(())
@@ -140,12 +139,12 @@ fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinishe
         // reason.
         Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
     };
-    let added = what == ADD && result.is_ok();
+    let added = what == command::ADD_DEV && result.is_ok();
     let sent = reply(socket, sequence, result.map(|()| info));
     if sent.is_err() && added {
         // The server has been killed, and its state file does not contain the number of the device.
         if let Ok(mut control) = ControlDevice::open() {
-            let _ = control.issue(DELETE, info.dev_id);
+            let _ = control.issue(command::DEL_DEV, info.dev_id);
         }
     }
     sent
@@ -182,15 +181,11 @@ fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<
     let entry = opcode::Write::new(fd, text.as_ptr(), text.len() as u32).build().flags(squeue::Flags::ASYNC);
     // SAFETY: the text is static, and the file stays open until the write has completed.
     unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
-    match complete_one(&mut ring, limit) {
-        Ok(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
-        Ok(_) => Ok(()),
-        Err(error) => {
-            // Leaked, because closing the ring would wait for the write.
-            std::mem::forget((ring, file));
-            Err(error)
-        }
-    }
+    complete_one(&mut ring, limit).unwrap_or_else(|error| {
+        // Leaked, because closing the ring would wait for the write.
+        std::mem::forget((ring, file));
+        Err(error)
+    })
 }
 
 #[cfg(test)]
@@ -200,7 +195,6 @@ mod tests {
 
     use super::*;
     use crate::ublk::child_socket::EXIT_TIMEOUT;
-    use crate::ublk::command::STOP;
 
     fn setup_process() -> (SetupProcess, UnixStream) {
         let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
@@ -211,7 +205,7 @@ mod tests {
     fn a_killed_setup_process_is_not_taken_for_a_hung_kernel() {
         let (mut setup, other) = setup_process();
         drop(other);
-        let error = setup.issue(STOP, 0).unwrap_err();
+        let error = setup.issue(command::STOP_DEV, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
         assert!(!setup.silent, "drop waits for its exit");
     }
@@ -220,10 +214,10 @@ mod tests {
     #[test]
     fn drop_does_not_wait_for_a_setup_process_without_a_reply() {
         let (mut setup, mut other) = setup_process();
-        assert_eq!(setup.issue(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(setup.issue(command::STOP_DEV, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
         // The late reply is not taken for the reply to another command.
         reply(&mut other, 1, Ok(DeviceInfo::default())).unwrap();
-        assert_eq!(setup.issue(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(setup.issue(command::DEL_DEV, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
@@ -231,8 +225,8 @@ mod tests {
         let (mut setup, mut other) = setup_process();
         reply(&mut other, 1, Err(io::ErrorKind::TimedOut.into())).unwrap();
         reply(&mut other, 2, Ok(DeviceInfo::default())).unwrap();
-        assert_eq!(setup.issue(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
-        setup.issue(STOP, 0).unwrap();
+        assert_eq!(setup.issue(command::STOP_DEV, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        setup.issue(command::STOP_DEV, 0).unwrap();
         let begin = Instant::now();
         drop(setup);
         assert!(begin.elapsed() < EXIT_TIMEOUT, "drop does not wait for its exit");
