@@ -83,7 +83,8 @@ impl IdleWatch {
         let body = |[socket, idle]: [OwnedFd; 2]| {
             // If the server has exited before this line, another process is the parent.
             if child::is_child_of(server) && confine() {
-                Watch::new(directory, server, socket.into(), idle).run()?;
+                let (socket, nodes) = (socket.into(), None);
+                Watch { directory, server, socket, idle, nodes, paused: false, used: false }.run()?;
             }
             Ok(())
         };
@@ -152,35 +153,16 @@ struct Watch<'a> {
     used: bool,
 }
 
-enum Wake {
-    Request,
-    Nodes,
-    Timeout,
-}
-
 impl Watch<'_> {
-    fn new(directory: &Path, server: u32, socket: UnixStream, idle: OwnedFd) -> Watch<'_> {
-        Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
-    }
-
     fn run(mut self) -> io::Result<()> {
         // The first of the consecutive scans that found the device open.
         let mut open_since: Option<Instant> = None;
         let mut last_event = Instant::now();
         let mut wait = None;
         loop {
-            match self.wait(wait) {
-                Wake::Request => {
-                    self.serve()?;
-                    (last_event, wait) = (Instant::now(), Some(SETTLE));
-                    continue;
-                }
-                Wake::Nodes => {
-                    self.used |= self.nodes().is_some_and(|nodes| was_written(&nodes.take_events()));
-                    (last_event, wait) = (Instant::now(), Some(SETTLE));
-                    continue;
-                }
-                Wake::Timeout => {}
+            if self.wait(wait)? {
+                (last_event, wait) = (Instant::now(), Some(SETTLE));
+                continue;
             }
             let Some(nodes) = self.nodes() else {
                 wait = None;
@@ -220,16 +202,19 @@ impl Watch<'_> {
         self.nodes.as_ref().filter(|_| !self.paused)
     }
 
-    fn wait(&self, time: Option<Duration>) -> Wake {
+    /// Waits for a request or an event of the nodes, for at most `time`, and handles it. Returns whether there
+    /// was one. Fails if the server has exited.
+    fn wait(&mut self, time: Option<Duration>) -> io::Result<bool> {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         let mut fds = vec![PollFd::new(&self.socket, PollFlags::IN)];
         fds.extend(self.nodes().map(|nodes| PollFd::new(&nodes.inotify, PollFlags::IN)));
         match poll(&mut fds, time.as_ref()) {
-            Ok(0) => Wake::Timeout,
-            Ok(_) if !fds[0].revents().is_empty() => Wake::Request,
-            // poll(2) was interrupted. Reading the events is harmless if there are none.
-            _ => Wake::Nodes,
+            Ok(0) => return Ok(false),
+            Ok(_) if !fds[0].revents().is_empty() => self.serve()?,
+            // If poll(2) was interrupted, there may be no events, and reading them is harmless.
+            _ => self.used |= self.nodes().is_some_and(|nodes| was_written(&nodes.take_events())),
         }
+        Ok(true)
     }
 
     /// Executes the next request. Fails if the server has exited.
