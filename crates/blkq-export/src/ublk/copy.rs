@@ -1,7 +1,6 @@
 //! How the data of a request moves between the pages of the kernel's request and the driver of the disk.
 
 use std::fmt;
-use std::str::FromStr;
 
 use blkq::{Error, ErrorKind, QueueLimits};
 
@@ -21,7 +20,7 @@ pub enum CopyMode {
 
 impl CopyMode {
     /// The name of the mode in options and settings.
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             CopyMode::Kernel => "kernel",
             CopyMode::User => "user",
@@ -74,18 +73,11 @@ impl CopyMode {
             ),
             CopyMode::None => None,
         };
-        let Some(wanted) = wanted else {
-            return Ok(match obstacle(CopyMode::None) {
-                None => (CopyMode::None, None),
-                why => (CopyMode::Kernel, why),
-            });
-        };
-        match obstacle(wanted) {
-            None => Ok((wanted, None)),
-            Some(why) => {
-                let message = format!("copy mode {}: {why}", wanted.name());
-                Err(Error::new(ErrorKind::Unsupported, message))
-            }
+        let mode = wanted.unwrap_or(CopyMode::None);
+        match obstacle(mode) {
+            None => Ok((mode, None)),
+            why if wanted.is_none() => Ok((CopyMode::Kernel, why)),
+            Some(why) => Err(Error::new(ErrorKind::Unsupported, format!("copy mode {}: {why}", mode.name()))),
         }
     }
 }
@@ -96,17 +88,6 @@ impl fmt::Display for CopyMode {
             CopyMode::Kernel => "copied by the kernel",
             CopyMode::User => "copied by the daemon",
             CopyMode::None => "not copied",
-        })
-    }
-}
-
-impl FromStr for CopyMode {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<CopyMode, Error> {
-        let all = [CopyMode::Kernel, CopyMode::User, CopyMode::None];
-        all.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("the copy mode is kernel, user or none, not {text:?}"))
         })
     }
 }
@@ -134,7 +115,6 @@ mod tests {
         assert_eq!(best(new, true, &memory), CopyMode::Kernel);
         for mode in [CopyMode::Kernel, CopyMode::User, CopyMode::None] {
             assert_eq!(choose(Some(mode), new, true, &file), Ok((mode, None)));
-            assert_eq!(mode.name().parse::<CopyMode>().ok(), Some(mode));
             assert_eq!(CopyMode::of(mode.features()), mode);
         }
         for (kernel, privileged, limits, why) in

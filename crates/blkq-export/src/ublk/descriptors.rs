@@ -1,10 +1,11 @@
 //! The request descriptors of a queue: an array that the kernel writes, and that the server maps read-only.
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::ptr::NonNull;
+use std::ptr::{NonNull, null_mut};
 
 use blkq::Error;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::abi::{IoDescriptor, QUEUE_DEPTH_MAX};
 
@@ -23,21 +24,12 @@ impl Descriptors {
     pub fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
         // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
         let offset = usize::from(queue) * Self::bytes(QUEUE_DEPTH_MAX);
+        let (bytes, flags) = (Self::bytes(depth), MapFlags::SHARED | MapFlags::POPULATE);
+        let failed = |e| Error::system("cannot map a queue of the ublk device", e);
         // SAFETY: the kernel chooses the address of the new mapping, so no existing memory changes.
-        let memory = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                Self::bytes(depth),
-                libc::PROT_READ,
-                libc::MAP_SHARED | libc::MAP_POPULATE,
-                file.as_raw_fd(),
-                offset as libc::off_t,
-            )
-        };
-        match NonNull::new(memory) {
-            Some(mapped) if memory != libc::MAP_FAILED => Ok(Descriptors { memory: mapped.cast(), depth }),
-            _ => Err(Error::system("cannot map a queue of the ublk device", std::io::Error::last_os_error())),
-        }
+        let memory = unsafe { mmap(null_mut(), bytes, ProtFlags::READ, flags, file, offset as u64) };
+        let memory = NonNull::new(memory.map_err(failed)?.cast()).ok_or(Errno::FAULT).map_err(failed)?;
+        Ok(Descriptors { memory, depth })
     }
 
     /// Reads the request of `tag`. The command of the tag must have completed.
@@ -55,6 +47,6 @@ impl Descriptors {
 impl Drop for Descriptors {
     fn drop(&mut self) {
         // SAFETY: `map` created this mapping with the same size, and there are no references into it.
-        unsafe { libc::munmap(self.memory.as_ptr().cast(), Self::bytes(self.depth)) };
+        let _ = unsafe { munmap(self.memory.as_ptr().cast(), Self::bytes(self.depth)) };
     }
 }

@@ -3,6 +3,7 @@
 //! memory before the users of the device, and must not keep mounts of its own device alive.
 
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
@@ -26,29 +27,28 @@ pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    let failed =
-        |what: &'static str| move |e| Error::system(format!("cannot serve a block device: {what}"), e);
     configure_io_flusher_behavior(true).map_err(failed("PR_SET_IO_FLUSHER"))?;
     if !is_io_flusher().map_err(failed("PR_GET_IO_FLUSHER"))? {
         let message = "cannot serve a block device: PR_SET_IO_FLUSHER has no effect";
         return Err(Error::new(ErrorKind::System, message));
     }
-    fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ)
-        .map_err(|e| Error::system("cannot serve a block device: /proc/self/oom_score_adj", e))?;
+    fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ).map_err(failed("/proc/self/oom_score_adj"))?;
     leave_mounts(kept)
+}
+
+fn failed<E: Into<io::Error>>(step: &'static str) -> impl FnOnce(E) -> Error {
+    move |e| Error::system(format!("cannot serve a block device: {step}"), e)
 }
 
 /// Enters a mount namespace with only the needed mounts. In a shared one, the exit of this process could
 /// unmount a file system on its own device, and wait for itself for ever. A mount kept without need would
 /// stay mounted when another process unmounts it.
 fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
-    let failed = |e| Error::system("cannot serve a block device: cannot create a mount namespace", e);
     // SAFETY: there are no other threads that could rely on the shared namespace, and open files stay open.
-    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed("cannot create a mount namespace"))?;
     let propagation = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
-    mount_change("/", propagation).map_err(failed)?;
-    let mounts = fs::read_to_string("/proc/self/mountinfo")
-        .map_err(|e| Error::system("cannot serve a block device: /proc/self/mountinfo", e))?;
+    mount_change("/", propagation).map_err(failed("cannot create a mount namespace"))?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(failed("/proc/self/mountinfo"))?;
     // mountinfo shows paths without symbolic links.
     let real = |path: &PathBuf| match (fs::canonicalize(path), path.parent().map(fs::canonicalize)) {
         (Ok(real), _) | (Err(_), Some(Ok(real))) => real,

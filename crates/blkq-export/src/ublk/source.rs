@@ -23,7 +23,6 @@ use blkq::{
 };
 use io_uring::{opcode, types};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use zerocopy::IntoBytes;
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
@@ -218,17 +217,12 @@ impl QueueSource {
         let copy = self.options.copy;
         let addr = if copy == CopyMode::Kernel { place } else { 0 };
         let command = IoCommand { q_id: self.options.queue, tag, result, addr };
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(command.as_bytes());
-        let entry = opcode::UringCmd16::new(file, operation).cmd(bytes);
-        let entry = match copy {
-            CopyMode::None => entry.addr(Some(abi::register_address(place as u16))).build(),
-            _ => entry.build(),
-        };
+        let pages = (copy == CopyMode::None).then(|| abi::register_address(place as u16));
+        let entry = opcode::UringCmd16::new(file, operation).cmd(zerocopy::transmute!(command)).addr(pages);
         self.armed += 1;
         // SAFETY: the file and the buffers stay until all commands have completed, or until the ring is
         // closed.
-        unsafe { cx.push(entry, u64::from(index)) }
+        unsafe { cx.push(entry.build(), u64::from(index)) }
     }
 
     fn commit(&mut self, cx: &mut SourceContext<'_>, index: u16, result: Result<(), i32>) {
