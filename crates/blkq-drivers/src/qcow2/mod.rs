@@ -202,14 +202,13 @@ impl Qcow2 {
         overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
         let Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings } = parts;
-        let (files, layers): (Vec<_>, Vec<_>) = chain.into_iter().unzip();
-        let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
-        let state = State { layers, cache, size, writer, flushes: 0, journal: None };
-        let Ok((version, cluster_bytes)) =
-            state.top().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
-        else {
+        let (files, mut layers): (Vec<_>, Vec<Layer>) = chain.into_iter().unzip();
+        let Some(top) = layers.first_mut().and_then(|layer| layer.tables.take()) else {
             return Err(malformed("not a qcow2 image"));
         };
+        let (version, cluster_bytes) = (top.header.version, top.header.cluster_bytes());
+        let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
+        let state = State { top, layers, cache, size, writer, flushes: 0, journal: None };
         let shared = Shared::new(state, files);
         let bitmaps = Qcow2Bitmaps::new(&shared, !read_only);
         let device = Qcow2 {

@@ -276,7 +276,7 @@ pub(in crate::qcow2) async fn write_extension(env: &Env, extension: Option<Bitma
         changed?;
     }
     let mut state = env.state();
-    let header = &mut state.top_mut()?.header;
+    let header = &mut state.top.header;
     header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
     header.bitmaps = extension;
     Ok(())
@@ -326,8 +326,7 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
 /// they stay marked as in use. Nothing may be written to the device afterwards.
 pub(in crate::qcow2) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
     let (size, cluster) = {
-        let state = env.state();
-        let header = &state.top()?.header;
+        let header = &env.state().top.header;
         (header.size, header.cluster_bytes())
     };
     for place in places.places.iter().filter(|place| place.named.has_bits()) {

@@ -65,8 +65,8 @@ impl Qcow2Bitmaps {
         if locked(&self.persistent).marked {
             return Ok(());
         }
-        let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
-        header.map_or(Ok(()), |header| self.ignore_bitmaps(&header))
+        let header = locked(&self.shared.state).top.header.clone();
+        self.ignore_bitmaps(&header)
     }
 
     /// Makes the image name `bitmaps`, for a device of `size` bytes, besides entries that blkq does not know.
@@ -98,13 +98,12 @@ impl Qcow2Bitmaps {
     }
 
     fn size(&self) -> u64 {
-        locked(&self.shared.state).top().map_or(0, |tables| tables.header.size)
+        locked(&self.shared.state).top.header.size
     }
 
     /// Removes all bitmaps from the header, durably. Their clusters stay allocated.
     pub fn remove_bitmaps(&self) -> Result<(), Error> {
-        let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
-        if header.is_ok_and(|header| header.bitmaps.is_none()) {
+        if locked(&self.shared.state).top.header.bitmaps.is_none() {
             return Ok(());
         }
         self.shared.run("remove the bitmaps", async |env| write_extension(&env, None).await)
@@ -128,11 +127,7 @@ impl BitmapFormat for Qcow2Bitmaps {
     /// If the bitmaps cannot be trusted, clears the autoclear bit. Must be called once, before a queue is opened.
     fn read(&self) -> Result<Loaded<Self::Place>, Error> {
         let shown = self.path().display();
-        let header = {
-            let state = locked(&self.shared.state);
-            let tables = state.top().map_err(|e| Error::system(format!("cannot read {shown}"), e))?;
-            tables.header.clone()
-        };
+        let header = locked(&self.shared.state).top.header.clone();
         let is_trusted = header.autoclear & AUTOCLEAR_BITMAPS != 0;
         if header.bitmaps.is_none() || !is_trusted {
             let lost = header.bitmaps.as_ref().map(|_| {

@@ -108,7 +108,7 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Not
     if state.writer.failed {
         return Err(NotReady::Failed(Status::Io));
     }
-    let (bits, order) = (state.cluster_bits(), state.top()?.header.refcount_order);
+    let (bits, order) = (state.cluster_bits(), state.top.header.refcount_order);
     let in_slice = state.refcounts_per_slice();
     for _ in 0..SEARCH_MAX {
         let cluster = state.writer.next_free;
@@ -145,7 +145,7 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Not
 /// table that a snapshot shares.
 async fn make_l2(env: &Env, index: usize) -> IoResult {
     let is_mine = |state: &mut State| -> Result<bool, Status> {
-        let entry = state.top()?.l1.get(index).copied().ok_or(Status::Io)?;
+        let entry = *state.top.l1.get(index).ok_or(Status::Io)?;
         // In a damaged image, an entry may have the COPIED bit and name no table.
         let may_change = entry & COPIED != 0 && table_offset(entry, state.cluster_bits())?.is_some();
         Ok(!may_change && state.writer.making_l2.insert(index))
@@ -175,9 +175,8 @@ async fn write_l2(env: &Env, index: usize) -> IoResult {
 async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     let (old, bytes) = {
         let mut state = env.state();
-        let (bits, tables) = (state.cluster_bits(), state.top()?);
-        let old = table_offset(tables.l1[index], bits)?;
-        let bytes = tables.header.cluster_bytes();
+        let old = table_offset(state.top.l1[index], state.cluster_bits())?;
+        let bytes = state.top.header.cluster_bytes();
         state.cache.forget(0, host..host + bytes);
         (old, bytes)
     };
@@ -214,7 +213,7 @@ async fn make_refcounts(env: &Env, lacking: NotReady) -> IoResult {
 async fn write_block(env: &Env, block: u64) -> IoResult {
     let (range, first, slice_bytes) = {
         let mut state = env.state();
-        let header = &state.top()?.header;
+        let header = &state.top.header;
         let bits = header.cluster_bits;
         let first = block * header.refcounts_per_block();
         let is_there = state.writer.refcount_table.get(block as usize).is_none_or(|entry| *entry != 0);
@@ -272,7 +271,7 @@ struct Growth {
 }
 
 fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
-    let header = &state.top()?.header;
+    let header = &state.top.header;
     let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
     let per_block = header.refcounts_per_block();
     let old = &state.writer.refcount_table;
@@ -326,11 +325,10 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
     place.extend((clusters as u32).to_be_bytes());
     change_header(env, REFCOUNT_TABLE_AT, &place).await?;
     let mut state = env.state();
-    let tables = state.top_mut()?;
-    let old = tables.header.refcount_table_offset;
-    let (old_clusters, cluster) = (tables.header.refcount_table_clusters, tables.header.cluster_bytes());
-    tables.header.refcount_table_offset = growth.place.start;
-    tables.header.refcount_table_clusters = clusters as u32;
+    let header = &mut state.top.header;
+    let old = std::mem::replace(&mut header.refcount_table_offset, growth.place.start);
+    let old_clusters = std::mem::replace(&mut header.refcount_table_clusters, clusters as u32);
+    let cluster = header.cluster_bytes();
     state.writer.refcount_table = growth.table;
     state.writer.refcount_table_dirty.clear();
     state.writer.released.extend((0..u64::from(old_clusters)).map(|number| old + number * cluster));

@@ -93,8 +93,7 @@ impl BlockingReader {
                 self.read_file(0, host, bytes.min(READ_MAX_BYTES) as usize).map(Extent::Data)
             }
             Found::Compressed { host, bytes: compressed, skip, .. } => {
-                let (place, compressed) =
-                    Compressed::place(&lock(&self.shared.state).layers[0], host, compressed)?;
+                let (place, compressed) = Compressed::place(&lock(&self.shared.state), 0, host, compressed)?;
                 let buffer = self.read_file(0, place.start, (place.end - place.start) as usize)?;
                 let content = compressed(buffer).inflate()?;
                 let mut part = IoBuffer::zeroed(bytes as usize);

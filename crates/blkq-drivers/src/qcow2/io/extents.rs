@@ -22,7 +22,7 @@ pub(in crate::qcow2) fn of_chain(
     until_ns: u64,
 ) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
-    let is_raw = |layer: u8| lock(&shared.state).layers[usize::from(layer)].tables.is_none();
+    let is_raw = |layer: u8| lock(&shared.state).tables(usize::from(layer)).is_none();
     each_run(shared, range, until_ns, |found, _, run| {
         let parts = match found {
             Found::Data { layer, host } if is_raw(layer) => {

@@ -82,7 +82,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         refcounts = state.cache.take_dirty(Table::Refcounts);
         l2 = state.cache.take_dirty(Table::L2);
         let align = state.layers[0].align;
-        let (writer, tables) = (&state.writer, state.top()?);
+        let (writer, tables) = (&state.writer, &state.top);
         l1_sectors = sectors_of(&writer.l1_dirty, tables.header.l1_offset, &tables.l1, align);
         let at = tables.header.refcount_table_offset;
         table_sectors = sectors_of(&writer.refcount_table_dirty, at, &writer.refcount_table, align);
@@ -235,7 +235,7 @@ pub(in crate::qcow2) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     for _ in 0..8 {
         let found = {
             let mut state = env.state();
-            let (order, cluster) = (state.top().ok()?.header.refcount_order, host >> state.cluster_bits());
+            let (order, cluster) = (state.top.header.refcount_order, host >> state.cluster_bits());
             let place = refcount_place(&mut state, cluster);
             place.map(|(slot, index)| refcount(state.cache.get(slot), index, order))
         };
@@ -255,7 +255,7 @@ fn count_down(env: &Env, host: u64) {
         return state.writer.released.push(host);
     }
     let bits = state.cluster_bits();
-    let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
+    let order = state.top.header.refcount_order;
     let Ok((slot, index)) = refcount_place(&mut state, host >> bits) else { return };
     let count = refcount(state.cache.get(slot), index, order);
     if count > 0 {

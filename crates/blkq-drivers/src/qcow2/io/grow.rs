@@ -3,7 +3,7 @@
 use blkq::{IoBuffer, IoResult, Status};
 
 use crate::qcow2::format::header::SIZE_AT;
-use crate::qcow2::tables::state::State;
+use crate::qcow2::tables::state::{State, Tables};
 
 use super::allocate::change_header;
 use super::env::Env;
@@ -12,8 +12,7 @@ use super::zero::{Wanted, clear};
 
 /// The largest virtual size in bytes for which the clusters of the L1 table have entries.
 pub(in crate::qcow2) fn room(state: &State) -> u64 {
-    let Ok(tables) = state.top() else { return 0 };
-    let header = &tables.header;
+    let header = &state.top.header;
     let bytes = (u64::from(header.l1_entries) * 8).next_multiple_of(header.cluster_bytes());
     (bytes / 8).saturating_mul(header.l2_covers()).min(i64::MAX as u64)
 }
@@ -23,19 +22,18 @@ pub(in crate::qcow2) async fn grow(env: &Env, bytes: u64) -> IoResult {
     flush_metadata(env, true).await?;
     let (counted, entries, l1_offset, align) = {
         let mut state = env.state();
-        let tables = state.top_mut()?;
-        let counted = tables.header.l1_entries as usize;
-        let entries = (tables.header.l1_entries_for(bytes) as usize).max(tables.l1.len());
-        tables.l1.resize(entries, 0);
-        let l1_offset = tables.header.l1_offset;
-        (counted, entries, l1_offset, state.layers[0].align.max(512) as usize)
+        let align = state.layers[0].align.max(512) as usize;
+        let Tables { header, l1 } = &mut state.top;
+        let entries = (header.l1_entries_for(bytes) as usize).max(l1.len());
+        l1.resize(entries, 0);
+        (header.l1_entries as usize, entries, header.l1_offset, align)
     };
     // The new entries are written before the header counts them. They are zeroes, unless an earlier attempt
     // to grow has failed.
     if entries > counted {
         let start = counted * 8 / align * align;
         let mut buffer = IoBuffer::zeroed((entries * 8).next_multiple_of(align) - start);
-        for (place, entry) in buffer.chunks_exact_mut(8).zip(&env.state().top()?.l1[start / 8..]) {
+        for (place, entry) in buffer.chunks_exact_mut(8).zip(&env.state().top.l1[start / 8..]) {
             place.copy_from_slice(&entry.to_be_bytes());
         }
         env.io.run(env.write_op(l1_offset + start as u64).with_buffer(buffer)).await?;
@@ -68,9 +66,8 @@ async fn hide_and_count(env: &Env, old: u64, bytes: u64, entries: usize) -> IoRe
     fields.extend(u32::try_from(entries).map_err(|_| Status::Io)?.to_be_bytes());
     change_header(env, SIZE_AT, &fields).await?;
     let mut state = env.state();
-    let tables = state.top_mut()?;
-    tables.header.l1_entries = entries as u32;
-    tables.header.size = bytes;
+    state.top.header.l1_entries = entries as u32;
+    state.top.header.size = bytes;
     state.size = bytes;
     Ok(())
 }

@@ -14,7 +14,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use ruzstd::io::Read;
 
 use crate::qcow2::format::header::Compression;
-use crate::qcow2::tables::state::Layer;
+use crate::qcow2::tables::state::State;
 
 /// Largest window of a zstd frame in bytes, which the decoder keeps in memory. RFC 8878 recommends that
 /// decoders support at least this size; QEMU's frames have a window of one cluster.
@@ -36,15 +36,17 @@ pub(in crate::qcow2) struct Compressed {
 impl Compressed {
     /// The bytes of the file to read for at most `bytes` bytes of compressed data at `host` of the file of
     /// `layer`, aligned for direct I/O, and how to make a cluster of a buffer with these bytes. Nothing is
-    /// allocated, because the caller has locked the state. Fails with [`Status::Io`] if the image is raw.
+    /// allocated, because the caller has locked `state`. Fails with [`Status::Io`] if the image is raw.
     pub fn place(
-        layer: &Layer,
+        state: &State,
+        layer: u8,
         host: u64,
         bytes: u64,
     ) -> Result<(Range<u64>, impl FnOnce(IoBuffer) -> Compressed + use<>), Status> {
-        let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
-        let begin = host - host % layer.align;
-        let end = (host + bytes).next_multiple_of(layer.align);
+        let layer = usize::from(layer);
+        let (header, align) = (&state.tables(layer).ok_or(Status::Io)?.header, state.layers[layer].align);
+        let begin = host - host % align;
+        let end = (host + bytes).next_multiple_of(align);
         let first = (host - begin) as usize;
         let range = first..first + bytes as usize;
         let (method, cluster_bytes) = (header.compression, header.cluster_bytes() as usize);

@@ -85,8 +85,7 @@ async fn find(env: &Env, position: u64, bytes: u64) -> Result<(Found, u64), Stat
 }
 
 fn cluster_bytes(env: &Env, layer: u8) -> u64 {
-    let state = env.state();
-    state.layers[usize::from(layer)].tables.as_ref().map_or(0, |tables| tables.header.cluster_bytes())
+    env.state().tables(usize::from(layer)).map_or(0, |tables| tables.header.cluster_bytes())
 }
 
 /// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None`:
@@ -112,7 +111,7 @@ async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Opt
 }
 
 async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
-    let (place, compressed) = Compressed::place(&env.state().layers[usize::from(layer)], host, bytes)?;
+    let (place, compressed) = Compressed::place(&env.state(), layer, host, bytes)?;
     let buffer = env.read(layer, place.start, place.end - place.start).await?;
     env.inflate((layer, host), compressed(buffer)).await
 }

@@ -3,6 +3,8 @@
 
 use blkq::{IoResult, Status};
 
+use crate::qcow2::tables::state::Tables;
+
 use super::env::Env;
 use super::operations::Op;
 
@@ -53,13 +55,13 @@ const BLOCK_BYTES: u64 = 4096;
 pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
     let block = {
         let state = env.state();
-        let tables = state.top()?;
-        let offset_of = |index: usize| tables.header.l1_offset + index as u64 * 8;
+        let Tables { header, l1 } = &state.top;
+        let offset_of = |index: usize| header.l1_offset + index as u64 * 8;
         let begin = offset_of(index) / BLOCK_BYTES * BLOCK_BYTES;
-        let range = begin.max(offset_of(0))..(begin + BLOCK_BYTES).min(offset_of(tables.l1.len()));
+        let range = begin.max(offset_of(0))..(begin + BLOCK_BYTES).min(offset_of(l1.len()));
         let entry_at = |offset: u64| ((offset - offset_of(0)) / 8) as usize;
         // A block with an entry other than zero was written, and so has space.
-        if tables.l1[entry_at(range.start)..entry_at(range.end)].iter().any(|entry| *entry != 0) {
+        if l1[entry_at(range.start)..entry_at(range.end)].iter().any(|entry| *entry != 0) {
             return Ok(());
         }
         range

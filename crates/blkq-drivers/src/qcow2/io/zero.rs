@@ -93,21 +93,18 @@ fn clear_entries(
 ) -> Result<Next, NotReady> {
     let bits = state.cluster_bits();
     let cluster = 1u64 << bits;
-    let (has_backing, v3, covers) = {
-        let header = &state.top()?.header;
-        (state.layers.len() > 1, header.version >= 3, header.l2_covers())
-    };
-    let place = match state.entry_place(position)? {
-        Some(place) => Some(place),
-        None if wanted == Wanted::Discard || !has_backing => None,
+    let (has_backing, v3) = (state.layers.len() > 1, state.top.header.version >= 3);
+    let covers = state.top.header.l2_covers();
+    let (slot, mut index) = match state.entry_place(position)? {
+        Some(place) => place,
+        None if wanted == Wanted::Discard || !has_backing => {
+            return Ok(Next::At((position / covers + 1).saturating_mul(covers).min(end)));
+        }
         None if !v3 => return Ok(Next::Write(cluster)),
         None => {
             state.may_change()?;
             return Err(NotReady::L2Table((position / covers) as usize));
         }
-    };
-    let Some((slot, mut index)) = place else {
-        return Ok(Next::At((position / covers + 1).saturating_mul(covers).min(end)));
     };
     let count = state.cache.slice_bytes() / 8;
     let mut at = position;

@@ -433,7 +433,7 @@ impl Qcow2 {
     fn check_committable(&self) -> Result<&ImageFile, Error> {
         let (snapshots, has_base) = {
             let state = locked(&self.shared.state);
-            (state.top().map_or(0, |tables| tables.header.snapshots), state.layers.len() > 1)
+            (state.top.header.snapshots, state.layers.len() > 1)
         };
         let refused = [
             (!has_base, "it has no backing file"),

@@ -18,9 +18,8 @@ impl Qcow2 {
         self.shared.run("empty its tables", async |env| {
             let (offset, bytes) = {
                 let state = env.state();
-                let tables = state.top()?;
                 let align = state.layers[0].align.max(512) as usize;
-                (tables.header.l1_offset, (tables.l1.len() * 8).next_multiple_of(align))
+                (state.top.header.l1_offset, (state.top.l1.len() * 8).next_multiple_of(align))
             };
             env.io.run(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
             sync(&env).await
@@ -31,7 +30,7 @@ impl Qcow2 {
     pub(in crate::qcow2) fn refill(&self) {
         {
             let mut state = lock(&self.shared.state);
-            let entries = state.top().map_or(0, |tables| tables.l1.len());
+            let entries = state.top.l1.len();
             state.writer.l1_dirty.extend(0..entries);
         }
         let _ = self.shared.run("fill its tables again", async |env| flush_metadata(&env, true).await);
@@ -42,9 +41,7 @@ impl Qcow2 {
     pub(in crate::qcow2) fn free_unreferenced(&self) -> Result<(), Error> {
         let (header, blocks) = {
             let state = lock(&self.shared.state);
-            let header = state.top().map(|tables| tables.header.clone());
-            let header = header.map_err(|status| Error::system("cannot read its header", status))?;
-            (header, state.writer.refcount_table.clone())
+            (state.top.header.clone(), state.writer.refcount_table.clone())
         };
         let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
         let per_block = header.refcounts_per_block();

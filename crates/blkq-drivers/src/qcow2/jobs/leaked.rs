@@ -22,7 +22,7 @@ use crate::qcow2::io::allocate::{Clusters, free_unused};
 use crate::qcow2::io::flush_metadata::sync;
 use crate::qcow2::io::operations::Op;
 use crate::qcow2::tables::refcounts::refcount;
-use crate::qcow2::tables::state::State;
+use crate::qcow2::tables::state::{State, Tables};
 
 /// Most clusters that are searched: 8 TiB of clusters of 64 KiB.
 const CLUSTERS_MAX: u64 = 128 << 20;
@@ -89,8 +89,7 @@ impl Qcow2 {
 
 /// Returns a number for each cluster: [`FLAG`] if it has leaked, else 0.
 fn find_leaked(file: &ImageFile, state: &State, deadline: Instant) -> Result<Vec<u8>, Error> {
-    let tables = state.top().map_err(|status| file.failed("read", status))?;
-    let (header, blocks) = (&tables.header, &state.writer.refcount_table);
+    let (Tables { header, l1 }, blocks) = (&state.top, &state.writer.refcount_table);
     check_known(file, header)?;
     let (cluster, per_block) = (header.cluster_bytes(), header.refcounts_per_block());
     let covered = blocks.iter().rposition(|block| *block != 0).map_or(0, |last| last as u64 + 1) * per_block;
@@ -108,7 +107,7 @@ fn find_leaked(file: &ImageFile, state: &State, deadline: Instant) -> Result<Vec
         references.add_table(*block, cluster)?;
     }
     references.add_bitmaps(header)?;
-    references.add_l2_tables(tables.l1.iter().copied())?;
+    references.add_l2_tables(l1.iter().copied())?;
     references.add_snapshots(header)?;
     references.add_entries()?;
     references.compare(blocks, header.refcount_order)?;

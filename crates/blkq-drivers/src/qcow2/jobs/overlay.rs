@@ -58,12 +58,12 @@ impl Qcow2 {
 
     fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
-        let chain = self.shared.files.iter().zip(&state.layers).skip(first);
-        OverlayBase {
-            chain: chain.map(|(file, layer)| (Arc::clone(file), layer.clone())).collect(),
-            size: state.size,
-            terms: self.terms.clone(),
-        }
+        let with_tables = |number: usize| {
+            let tables = state.tables(number).cloned();
+            (Arc::clone(&self.shared.files[number]), Layer { tables, ..state.layers[number] })
+        };
+        let chain = (first..state.layers.len()).map(with_tables).collect();
+        OverlayBase { chain, size: state.size, terms: self.terms.clone() }
     }
 
     /// Opens the backing file of this image, at `path`, as a device, for a block commit. `file` is open for

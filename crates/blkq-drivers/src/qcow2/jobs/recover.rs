@@ -164,7 +164,7 @@ impl Qcow2 {
     }
 
     pub(in crate::qcow2) fn tag(&self) -> u32 {
-        locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
+        locked(&self.shared.state).top.header.tag
     }
 
     /// Changes the tag in the header, without a sync. A power loss may undo this, but it destroys the journal
@@ -180,9 +180,7 @@ impl Qcow2 {
         let mut state = locked(&self.shared.state);
         // The old tag may not be durable either.
         state.writer.tag_is_new = true;
-        if let Ok(tables) = state.top_mut() {
-            tables.header.tag = tag;
-        }
+        state.top.header.tag = tag;
         Ok(())
     }
 }

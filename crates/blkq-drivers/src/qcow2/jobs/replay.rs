@@ -27,7 +27,7 @@ pub(in crate::qcow2) async fn replay(env: &Env, records: Vec<Record>) -> Result<
             Record::L1 { index, entry } => {
                 let mut state = env.state();
                 // An index beyond the table belongs to a resize that the killed process did not finish.
-                if let Some(old) = state.top()?.l1.get(index as usize).copied() {
+                if let Some(old) = state.top.l1.get(index as usize).copied() {
                     leaks.note_l1(index, old, entry);
                     state.set_l1(index as usize, entry)?;
                 }

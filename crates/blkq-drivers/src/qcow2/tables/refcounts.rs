@@ -66,14 +66,14 @@ pub(in crate::qcow2) fn allocate_refcounts(state: &mut State, place: (usize, usi
 }
 
 fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount: u64) {
-    let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
+    let order = state.top.header.refcount_order;
     let slice = state.cache.change(slot);
     (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
 }
 
 pub(in crate::qcow2) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
-    let header = &state.top()?.header;
+    let header = &state.top.header;
     let per_block = header.refcounts_per_block();
     let in_slice = (slice_bytes * 8) >> header.refcount_order;
     let bits = header.cluster_bits;

@@ -46,9 +46,8 @@ impl From<Status> for NotReady {
 const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
-#[derive(Clone)]
 pub(in crate::qcow2) struct Layer {
-    /// `None`: raw.
+    /// `None`: raw. The tables of a device's active image are in [`State::top`].
     pub tables: Option<Tables>,
     pub size: u64,
     /// The unit in bytes in which the file is read and written by direct I/O; 1 through the page cache.
@@ -119,6 +118,8 @@ impl Writer {
 }
 
 pub(in crate::qcow2) struct State {
+    /// The tables of the active image.
+    pub top: Tables,
     /// The active image first.
     pub layers: Vec<Layer>,
     pub cache: Cache,
@@ -134,42 +135,32 @@ pub(in crate::qcow2) struct State {
 /// Slices that are not in the cache, with their content in the file.
 pub(in crate::qcow2) type Extra = Vec<(Key, Vec<u8>)>;
 
-struct L2Slice {
-    key: Key,
-    index: usize,
-}
-
-impl Layer {
-    fn l2_slice(&self, layer: usize, position: u64, slot_bytes: usize) -> Result<Option<L2Slice>, Status> {
-        let Some(tables) = &self.tables else { return Err(Status::Io) };
-        let bits = tables.header.cluster_bits;
-        let at = (position / tables.header.l2_covers()) as usize;
-        let entry = tables.l1.get(at).copied().ok_or(Status::Io)?;
-        let Some(table) = table_offset(entry, bits)? else { return Ok(None) };
-        let index = (position >> bits) % (tables.header.cluster_bytes() / 8);
-        let in_slice = slot_bytes as u64 / 8;
-        let offset = table + index / in_slice * slot_bytes as u64;
-        let key = Key { layer: layer as u8, offset };
-        Ok(Some(L2Slice { key, index: (index % in_slice) as usize }))
+impl Tables {
+    /// The slice of `slice_bytes` with the L2 entry for byte `position`, and the index of the entry in the slice;
+    /// `None` without an L2 table. `layer` is the number of the image.
+    fn l2_slice(&self, layer: u8, position: u64, slice_bytes: usize) -> Result<Option<(Key, usize)>, Status> {
+        let bits = self.header.cluster_bits;
+        let entry = self.l1.get((position / self.header.l2_covers()) as usize).ok_or(Status::Io)?;
+        let Some(table) = table_offset(*entry, bits)? else { return Ok(None) };
+        let index = (position >> bits) % (self.header.cluster_bytes() / 8);
+        let in_slice = slice_bytes as u64 / 8;
+        let offset = table + index / in_slice * slice_bytes as u64;
+        Ok(Some((Key { layer, offset }, (index % in_slice) as usize)))
     }
 }
 
 impl State {
-    pub fn top(&self) -> Result<&Tables, Status> {
-        self.layers[0].tables.as_ref().ok_or(Status::Io)
-    }
-
-    pub fn top_mut(&mut self) -> Result<&mut Tables, Status> {
-        self.layers[0].tables.as_mut().ok_or(Status::Io)
+    /// The tables of an image of the chain; `None` if the image is raw.
+    pub fn tables(&self, layer: usize) -> Option<&Tables> {
+        if layer == 0 { Some(&self.top) } else { self.layers[layer].tables.as_ref() }
     }
 
     pub fn cluster_bits(&self) -> u32 {
-        self.layers[0].tables.as_ref().map_or(16, |tables| tables.header.cluster_bits)
+        self.top.header.cluster_bits
     }
 
     pub fn refcounts_per_slice(&self) -> usize {
-        let order = self.layers[0].tables.as_ref().map_or(0, |tables| tables.header.refcount_order);
-        (self.cache.slice_bytes() * 8) >> order
+        (self.cache.slice_bytes() * 8) >> self.top.header.refcount_order
     }
 
     /// Looks up the bytes of the device from `position` on in the first `depth` layers of the chain. Returns
@@ -207,24 +198,23 @@ impl State {
         extra: Option<&Extra>,
     ) -> Result<(Found, u64), NotReady> {
         let number = layer as u8;
-        let slot_bytes = self.cache.slice_bytes();
-        let Some(tables) = &self.layers[layer].tables else {
+        let Some(tables) = self.tables(layer) else {
             return Ok((Found::Data { layer: number, host: position }, bytes));
         };
         let (bits, covers) = (tables.header.cluster_bits, tables.header.l2_covers());
-        let Some(slice) = self.layers[layer].l2_slice(layer, position, slot_bytes)? else {
+        let Some((key, index)) = tables.l2_slice(number, position, self.cache.slice_bytes())? else {
             return Ok((Found::Unallocated, bytes.min(covers - position % covers)));
         };
-        let extra = extra.and_then(|extra| extra.iter().find(|(key, _)| *key == slice.key));
-        let content = match (self.cache.find(slice.key), extra) {
+        let extra = extra.and_then(|extra| extra.iter().find(|(other, _)| *other == key));
+        let content = match (self.cache.find(key), extra) {
             (Some(slot), _) => self.cache.get(slot),
             (None, Some((_, content))) => content,
-            (None, None) => return Err(NotReady::Slice(slice.key, Table::L2)),
+            (None, None) => return Err(NotReady::Slice(key, Table::L2)),
         };
         let cluster = 1 << bits;
         let skip = position % cluster;
         let mut entries =
-            content[slice.index * 8..].chunks_exact(8).map(|entry| Entry::parse(u64_at(entry, 0), bits));
+            content[index * 8..].chunks_exact(8).map(|entry| Entry::parse(u64_at(entry, 0), bits));
         let first = entries.next().unwrap_or(Err(Status::Io))?;
         let mut run = cluster - skip;
         let found = match first {
@@ -271,27 +261,21 @@ impl State {
     /// The cache slot and index of the active image's L2 entry for byte `position`; `None` without an L2
     /// table.
     pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, NotReady> {
-        let slot_bytes = self.cache.slice_bytes();
-        let Some(slice) = self.layers[0].l2_slice(0, position, slot_bytes)? else { return Ok(None) };
-        match self.cache.find(slice.key) {
-            Some(slot) => Ok(Some((slot, slice.index))),
-            None => Err(NotReady::Slice(slice.key, Table::L2)),
+        let slice = self.top.l2_slice(0, position, self.cache.slice_bytes())?;
+        let Some((key, index)) = slice else { return Ok(None) };
+        match self.cache.find(key) {
+            Some(slot) => Ok(Some((slot, index))),
+            None => Err(NotReady::Slice(key, Table::L2)),
         }
     }
 
     /// As [`State::entry_place`], for an entry that may be changed.
     pub fn entry_to_change(&mut self, position: u64) -> Result<(usize, usize), NotReady> {
-        let tables = self.top()?;
-        let at = (position / tables.header.l2_covers()) as usize;
-        match tables.l1.get(at) {
-            Some(entry) if entry & COPIED != 0 => {
-                let bits = tables.header.cluster_bits;
-                let table = table_offset(*entry, bits)?.ok_or(NotReady::L2Table(at))?;
-                self.check_target(table..table + (1 << bits))?;
-            }
-            Some(_) => return Err(NotReady::L2Table(at)),
-            None => return Err(NotReady::Failed(Status::Io)),
-        }
+        let (at, bits) = ((position / self.top.header.l2_covers()) as usize, self.cluster_bits());
+        let entry = *self.top.l1.get(at).ok_or(Status::Io)?;
+        let table = table_offset(entry, bits)?.filter(|_| entry & COPIED != 0);
+        let table = table.ok_or(NotReady::L2Table(at))?;
+        self.check_target(table..table + (1 << bits))?;
         self.entry_place(position)?.ok_or(NotReady::L2Table(at))
     }
 
@@ -320,11 +304,10 @@ impl State {
     /// Rejects a write that would overwrite the header, the L1 table or the refcount table. Only a damaged
     /// image has tables that refer to these places.
     pub fn check_target(&self, range: Range<u64>) -> Result<(), Status> {
-        let tables = self.top()?;
-        let header = &tables.header;
+        let Tables { header, l1 } = &self.top;
         let reserved = [
             0..header.cluster_bytes(),
-            header.l1_offset..header.l1_offset + tables.l1.len() as u64 * 8,
+            header.l1_offset..header.l1_offset + l1.len() as u64 * 8,
             header.refcount_table_offset
                 ..header.refcount_table_offset + self.writer.refcount_table.len() as u64 * 8,
         ];
@@ -338,8 +321,7 @@ impl State {
         let cluster = 1 << self.cluster_bits();
         // The offsets are few compared to the tables of a large image, so they are the ones to hash.
         let hosts = HashSet::<u64>::from_iter(hosts);
-        let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
-        let named = l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET);
+        let named = self.top.l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET);
         let mut tables: HashSet<u64> = named.filter(|host| hosts.contains(host)).collect();
         tables.extend(hosts.into_iter().filter(|host| self.check_target(*host..host + cluster).is_err()));
         tables
@@ -366,7 +348,7 @@ impl State {
 
     /// Fails with [`Status::Io`] if the table has no such entry.
     pub fn set_l1(&mut self, index: usize, entry: u64) -> Result<(), Status> {
-        *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
+        *self.top.l1.get_mut(index).ok_or(Status::Io)? = entry;
         self.writer.l1_dirty.insert(index);
         self.note(Record::L1 { index: index as u64, entry });
         let table = (entry & OFFSET) >> self.cluster_bits();
