@@ -10,8 +10,8 @@ use blkq::{Error, ErrorKind, IoBuffer};
 use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
 use crate::qcow2::format::header::{
-    AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BITMAPS_EXTENSION_BYTES, BitmapsExtension, EXTENSION_BITMAPS,
-    EXTENSION_HEAD_BYTES, Extension, Header, NAME_OFFSET_AT, extensions, u32_at, u64_at,
+    AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, EXTENSION_HEAD_BYTES, Extension,
+    Header, NAME_OFFSET_AT, bitmaps_extension, extensions, u32_at, u64_at,
 };
 
 /// Largest bitmap directory in bytes, over ten times what the most bitmaps of a device need. QEMU's limit of
@@ -254,28 +254,60 @@ impl Entry {
     }
 }
 
-pub(in crate::qcow2) struct DirectoryEntry<'a> {
-    pub name: &'a str,
-    pub granularity: u64,
-    pub state: BitmapState,
-    /// Marks the bitmap as in use: writes may be missing in the bits of the file.
-    pub in_use: bool,
-    pub table: u64,
-    /// Number of entries in the bitmap's table.
-    pub clusters: u64,
+#[derive(Clone)]
+pub(in crate::qcow2) struct BitmapEntry {
+    pub name: String,
+    granularity: u64,
+    state: BitmapState,
+    /// Size of the bits in bytes.
+    pub bytes: u64,
 }
 
-impl DirectoryEntry<'_> {
-    pub fn to_bytes(&self) -> Vec<u8> {
+impl BitmapEntry {
+    pub fn of(bitmap: &Bitmap, size: u64) -> BitmapEntry {
+        let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
+        let bytes = match bitmap.state() {
+            // The format requires a table even without bits. One of full size could take any amount of
+            // memory.
+            BitmapState::Inconsistent => 1,
+            _ => bytes_for(size, granularity),
+        };
+        BitmapEntry { name, granularity, state: bitmap.state(), bytes }
+    }
+
+    pub fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
+        let bytes = if self.has_bits() { self.bytes } else { old.bytes };
+        BitmapEntry { bytes, ..self }
+    }
+
+    pub fn has_bits(&self) -> bool {
+        self.state != BitmapState::Inconsistent
+    }
+
+    /// Whether the directory entries are equal, apart from flags without a meaning while marked as in use.
+    pub fn is_like(&self, other: &BitmapEntry) -> bool {
+        self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
+    }
+
+    /// Whether the clusters of one suit the other, with clusters of `cluster` bytes. The table of a bitmap
+    /// without bits may have any size.
+    pub fn has_place_of(&self, other: &BitmapEntry, cluster: u64) -> bool {
+        let clusters = |named: &BitmapEntry| named.has_bits().then(|| named.bytes.div_ceil(cluster));
+        clusters(self) == clusters(other)
+    }
+
+    /// The directory entry of the bitmap, whose table is at byte `table` and names clusters of `cluster` bytes.
+    /// `in_use`: writes may be missing in the bits of the file.
+    pub fn to_bytes(&self, table: u64, cluster: u64, in_use: bool) -> Vec<u8> {
         let flags = match self.state {
+            BitmapState::Inconsistent => FLAG_IN_USE,
             BitmapState::Recording => FLAG_AUTO,
             BitmapState::Disabled => 0,
-            BitmapState::Inconsistent => FLAG_IN_USE,
         };
-        let flags = if self.in_use { flags | FLAG_IN_USE } else { flags };
+        let flags = if in_use { flags | FLAG_IN_USE } else { flags };
         let name = self.name.as_bytes();
-        let mut bytes = self.table.to_be_bytes().to_vec();
-        bytes.extend((self.clusters as u32).to_be_bytes());
+        let mut bytes = table.to_be_bytes().to_vec();
+        bytes.extend((self.bytes.div_ceil(cluster) as u32).to_be_bytes());
         bytes.extend(flags.to_be_bytes());
         bytes.extend([TYPE_DIRTY, self.granularity.trailing_zeros() as u8]);
         bytes.extend((name.len() as u16).to_be_bytes());
@@ -320,13 +352,7 @@ pub(in crate::qcow2) fn plan_extension(
         return Err(malformed("the fields of its header contradict each other"));
     }
     let extensions = extensions(old, header_bytes)?;
-    let mut of_bitmaps = extensions.iter().filter(|other| other.kind == EXTENSION_BITMAPS);
-    let present = of_bitmaps.next();
-    if present.is_some_and(|present| present.data.len() != BITMAPS_EXTENSION_BYTES)
-        || of_bitmaps.next().is_some()
-    {
-        return Err(malformed("the header extension of its bitmaps is damaged"));
-    }
+    let present = bitmaps_extension(&extensions)?;
     let end = extensions.last().map_or(header_bytes, Extension::end);
     let mut plan = HeaderPlan { cluster: old.to_vec(), changes: Vec::new() };
     let Some(extension) = extension else {
@@ -338,10 +364,7 @@ pub(in crate::qcow2) fn plan_extension(
         // disables it.
         return Ok(plan.finish());
     };
-    let mut data = extension.count.to_be_bytes().to_vec();
-    data.extend([0; 4]);
-    data.extend(extension.directory_bytes.to_be_bytes());
-    data.extend(extension.directory.to_be_bytes());
+    let mut data = extension.to_bytes();
     if let Some(present) = present {
         let at = present.at + EXTENSION_HEAD_BYTES;
         if at / SECTOR_BYTES != (at + data.len() - 1) / SECTOR_BYTES {

@@ -5,7 +5,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use blkq::bitmap::{Bitmap, BitmapState, bytes_for};
+use blkq::bitmap::Bitmap;
 use blkq::{IoBuffer, IoResult, Status};
 
 use crate::qcow2::format::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
@@ -14,54 +14,11 @@ use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::{flush_metadata, refcount_of, sync};
 use crate::qcow2::io::operations::Op;
 
-use super::format::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};
+use super::format::{BitmapEntry, HeaderChange, Layout, entry_name, plan_extension};
 
 /// Attempts to find contiguous clusters for a table or directory.
 const SEARCHES_MAX: usize = 64;
 const WRITE_BYTES: usize = 1 << 20;
-
-#[derive(Clone)]
-pub(in crate::qcow2) struct BitmapEntry {
-    name: String,
-    granularity: u64,
-    state: BitmapState,
-    /// Size of the bits in bytes.
-    bytes: u64,
-}
-
-impl BitmapEntry {
-    pub fn of(bitmap: &Bitmap, size: u64) -> BitmapEntry {
-        let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
-        let bytes = match bitmap.state() {
-            // The format requires a table even without bits. One of full size could take any amount of
-            // memory.
-            BitmapState::Inconsistent => 1,
-            _ => bytes_for(size, granularity),
-        };
-        BitmapEntry { name, granularity, state: bitmap.state(), bytes }
-    }
-
-    fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
-        let bytes = if self.has_bits() { self.bytes } else { old.bytes };
-        BitmapEntry { bytes, ..self }
-    }
-
-    fn has_bits(&self) -> bool {
-        self.state != BitmapState::Inconsistent
-    }
-
-    /// Whether the directory entries are equal, apart from flags without a meaning while marked as in use.
-    fn is_like(&self, other: &BitmapEntry) -> bool {
-        self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
-    }
-
-    /// Whether the clusters of one suit the other, with clusters of `cluster` bytes. The table of a bitmap
-    /// without bits may have any size.
-    fn has_place_of(&self, other: &BitmapEntry, cluster: u64) -> bool {
-        let clusters = |named: &BitmapEntry| named.has_bits().then(|| named.bytes.div_ceil(cluster));
-        clusters(self) == clusters(other)
-    }
-}
 
 #[derive(Clone)]
 struct Place {
@@ -103,10 +60,9 @@ impl Places {
     pub fn begin_store(&mut self, named: Vec<BitmapEntry>) -> Places {
         self.stored = true;
         for named in named {
-            self.places
-                .iter_mut()
-                .filter(|place| place.named.name == named.name)
-                .for_each(|place| place.named = named.clone().in_place_of(&place.named));
+            if let Some(place) = self.places.iter_mut().find(|place| place.named.name == named.name) {
+                place.named = named.in_place_of(&place.named);
+            }
         }
         self.clone()
     }
@@ -114,32 +70,15 @@ impl Places {
     fn directory(&self, cluster: u64, in_use: bool) -> Vec<u8> {
         let mut directory = self.others.concat();
         for Place { named, table, .. } in &self.places {
-            let entry = DirectoryEntry {
-                name: &named.name,
-                granularity: named.granularity,
-                state: named.state,
-                in_use,
-                table: table.host,
-                clusters: named.bytes.div_ceil(cluster),
-            };
-            directory.extend(entry.to_bytes());
+            directory.extend(named.to_bytes(table.host, cluster, in_use));
         }
         directory
     }
 
-    fn count(&self) -> u32 {
-        (self.places.len() + self.others.len()) as u32
-    }
-
-    fn runs(&self) -> Vec<Clusters> {
-        let of_bitmaps =
-            self.places.iter().flat_map(|place| std::iter::once(&place.table).chain(&place.bits));
-        self.directory.iter().chain(of_bitmaps).copied().collect()
-    }
-
     fn hosts(&self, cluster: u64) -> Vec<u64> {
-        let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
-        self.runs().into_iter().flat_map(each).collect()
+        let of_bitmap = |place: &Place| [&[place.table], &place.bits[..]].concat();
+        let runs = self.directory.into_iter().chain(self.places.iter().flat_map(of_bitmap));
+        runs.flat_map(|run| run.hosts(cluster)).collect()
     }
 }
 
@@ -247,7 +186,7 @@ async fn write_directory(
         new.places.push(place);
     }
     let directory = new.directory(cluster, true);
-    let extension = match new.count() {
+    let extension = match (new.places.len() + new.others.len()) as u32 {
         0 => None,
         count => {
             let place = write_new(env, &directory, taken).await?;
@@ -297,7 +236,7 @@ async fn make_place(
         let run = allocate_apart(env, clusters - table.len() as u64).await?;
         taken.push(run);
         bits.push(run);
-        table.extend((0..run.count).map(|number| run.host + number * cluster));
+        table.extend(run.hosts(cluster));
         make_room(env, run, cluster).await?;
     }
     table.resize(clusters as usize, 0);
@@ -312,9 +251,8 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     env.state().cache.forget(0, start..end);
     match env.io.run(Op::extend(start, end - start)).await {
         Err(Status::NotSupported) => {
-            let zeroes = vec![0; WRITE_BYTES.min((end - start) as usize)];
             for at in (start..end).step_by(WRITE_BYTES) {
-                write(env, at, &zeroes[..WRITE_BYTES.min((end - at) as usize)]).await?;
+                env.io.run(env.write_op(at).with_zeroes((end - at).min(WRITE_BYTES as u64))).await?;
             }
             Ok(())
         }
@@ -356,28 +294,20 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
     let bits = env.state().cluster_bits();
     let count = (bytes.len() as u64).div_ceil(1 << bits);
     let mut shorter = Vec::new();
-    let mut found = Err(Status::NoSpace);
-    for search in 0..SEARCHES_MAX {
-        if search == SEARCHES_MAX / 2 {
-            // The searches found only short runs. Beyond the end of the file a long one is free.
-            let writer = &mut env.state().writer;
-            writer.next_free = match writer.fresh_from {
-                u64::MAX => writer.next_free,
-                fresh_from => writer.next_free.max(fresh_from),
-            };
-        }
+    let found = loop {
         match allocate_apart(env, count).await {
-            Ok(clusters) if clusters.count == count => {
-                found = Ok(clusters);
-                break;
-            }
-            Ok(clusters) => shorter.push(clusters),
-            Err(status) => {
-                found = Err(status);
-                break;
-            }
+            Ok(clusters) if clusters.count < count => shorter.push(clusters),
+            found => break found,
         }
-    }
+        if shorter.len() == SEARCHES_MAX {
+            break Err(Status::NoSpace);
+        }
+        let writer = &mut env.state().writer;
+        if shorter.len() == SEARCHES_MAX / 2 && writer.fresh_from < u64::MAX {
+            // The searches found only short runs. Beyond the end of the file a long one is free.
+            writer.next_free = writer.next_free.max(writer.fresh_from);
+        }
+    };
     for clusters in shorter {
         free_unused(env, clusters).await;
     }

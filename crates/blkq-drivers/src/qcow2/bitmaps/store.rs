@@ -12,14 +12,14 @@ use blkq::{Error, ErrorKind, Status};
 
 use crate::bitmaps::{BitmapFormat, Loaded};
 use crate::errors::{malformed, unsupported};
-use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
+use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension};
 use crate::qcow2::io::allocate::change_header;
 use crate::qcow2::io::blocking;
 use crate::qcow2::io::env::{Env, Shared};
 use crate::qcow2::io::flush_metadata::sync;
 
-use super::format::{Layout, Stored, plan_extension, read};
-use super::places::{BitmapEntry, Places, adopt, exchange, read_head, store, write, write_extension};
+use super::format::{BitmapEntry, Layout, Stored, plan_extension, read};
+use super::places::{Places, adopt, exchange, read_head, store, write, write_extension};
 
 #[derive(Default)]
 struct PersistentBitmaps {
@@ -52,9 +52,9 @@ impl Qcow2Bitmaps {
     }
 
     /// Clears the autoclear bit, so that no program trusts the bitmaps in the image.
-    fn ignore_bitmaps(&self, header: &Header) -> Result<(), Error> {
+    fn ignore_bitmaps(&self) -> Result<(), Error> {
         locked(&self.persistent).marked = true;
-        if header.autoclear == 0 || !self.writable {
+        if locked(&self.shared.state).top.header.autoclear == 0 || !self.writable {
             return Ok(());
         }
         self.shared.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
@@ -62,11 +62,8 @@ impl Qcow2Bitmaps {
 
     /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
     pub fn mark_bitmaps(&self) -> Result<(), Error> {
-        if locked(&self.persistent).marked {
-            return Ok(());
-        }
-        let header = locked(&self.shared.state).top.header.clone();
-        self.ignore_bitmaps(&header)
+        let marked = locked(&self.persistent).marked;
+        if marked { Ok(()) } else { self.ignore_bitmaps() }
     }
 
     /// Makes the image name `bitmaps`, for a device of `size` bytes, besides entries that blkq does not know.
@@ -128,29 +125,26 @@ impl BitmapFormat for Qcow2Bitmaps {
     fn read(&self) -> Result<Loaded<Self::Place>, Error> {
         let shown = self.path().display();
         let header = locked(&self.shared.state).top.header.clone();
-        let is_trusted = header.autoclear & AUTOCLEAR_BITMAPS != 0;
-        if header.bitmaps.is_none() || !is_trusted {
-            let lost = header.bitmaps.as_ref().map(|_| {
-                format!(
-                    "the dirty bitmaps in {shown} are lost, because a program wrote to it without \
-                     updating them"
-                )
-            });
-            self.ignore_bitmaps(&header)?;
-            return Ok(Loaded::nothing(lost));
-        }
-        let stored = read(&self.shared.files[0], &header, header.size);
-        match stored.and_then(|stored| self.check_directory(&stored.layout).map(|()| stored)) {
-            Ok(Stored { bitmaps, warnings, layout }) => {
-                Ok(Loaded { bitmaps, warnings, place: Some((layout, header.autoclear)) })
+        let unusable = if header.bitmaps.is_none() {
+            None
+        } else if header.autoclear & AUTOCLEAR_BITMAPS == 0 {
+            Some(format!(
+                "the dirty bitmaps in {shown} are lost, because a program wrote to it without updating them"
+            ))
+        } else {
+            let stored = read(&self.shared.files[0], &header, header.size);
+            match stored.and_then(|stored| self.check_directory(&stored.layout).map(|()| stored)) {
+                Ok(Stored { bitmaps, warnings, layout }) => {
+                    return Ok(Loaded { bitmaps, warnings, place: Some((layout, header.autoclear)) });
+                }
+                Err(error) if error.kind() == ErrorKind::Format => {
+                    Some(format!("the dirty bitmaps in {shown} are damaged: {error}"))
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) if error.kind() == ErrorKind::Format => {
-                self.ignore_bitmaps(&header)?;
-                let damaged = format!("the dirty bitmaps in {shown} are damaged: {error}");
-                Ok(Loaded::nothing(Some(damaged)))
-            }
-            Err(error) => Err(error),
-        }
+        };
+        self.ignore_bitmaps()?;
+        Ok(Loaded::nothing(unusable))
     }
 
     fn mark(&self, place: Self::Place, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error> {

@@ -44,7 +44,7 @@ pub(in crate::qcow2) const AUTOCLEAR_BITMAPS: u32 = 1;
 pub(in crate::qcow2) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 /// Bytes of a header extension before its data: the type and the length of the data.
 pub(in crate::qcow2) const EXTENSION_HEAD_BYTES: usize = 8;
-pub(in crate::qcow2) const BITMAPS_EXTENSION_BYTES: usize = 24;
+const BITMAPS_EXTENSION_BYTES: usize = 24;
 pub(in crate::qcow2) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(in crate::qcow2) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 
@@ -66,6 +66,21 @@ pub(in crate::qcow2) struct BitmapsExtension {
     pub count: u32,
     pub directory_bytes: u64,
     pub directory: u64,
+}
+
+impl BitmapsExtension {
+    fn parse(data: &[u8]) -> BitmapsExtension {
+        BitmapsExtension {
+            count: u32_at(data, 0),
+            directory_bytes: u64_at(data, 8),
+            directory: u64_at(data, 16),
+        }
+    }
+
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let count = u64::from(self.count) << 32;
+        [count, self.directory_bytes, self.directory].iter().flat_map(|number| number.to_be_bytes()).collect()
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -138,6 +153,7 @@ impl Header {
         };
         let backing = backing_name(bytes, header_bytes)?;
         let extensions = extensions(bytes, header_bytes)?;
+        let bitmaps = if v3 { bitmaps_extension(&extensions)? } else { None };
         let header = Header {
             version,
             cluster_bits: u32_at(bytes, 20),
@@ -155,7 +171,7 @@ impl Header {
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             compression,
             backing: backing.map(|name| with_format(name, &extensions)).transpose()?,
-            bitmaps: if v3 { bitmaps_extension(&extensions)? } else { None },
+            bitmaps: bitmaps.map(|found| BitmapsExtension::parse(found.data)),
         };
         header.check()?;
         Ok(header)
@@ -259,17 +275,16 @@ fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName,
     Ok(BackingName { name: name.to_vec(), format })
 }
 
-fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExtension>, Error> {
-    let mut found = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
-    let Some(Extension { data, .. }) = found.next() else { return Ok(None) };
-    if data.len() != BITMAPS_EXTENSION_BYTES || found.next().is_some() {
+/// The extension for bitmaps. Fails with [`blkq::ErrorKind::Format`] if it is damaged or there are several.
+pub(in crate::qcow2) fn bitmaps_extension<'a, 'b>(
+    extensions: &'a [Extension<'b>],
+) -> Result<Option<&'a Extension<'b>>, Error> {
+    let mut all = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
+    let found = all.next();
+    if found.is_some_and(|found| found.data.len() != BITMAPS_EXTENSION_BYTES) || all.next().is_some() {
         return Err(malformed("the header extension of its bitmaps is damaged"));
     }
-    Ok(Some(BitmapsExtension {
-        count: u32_at(data, 0),
-        directory_bytes: u64_at(data, 8),
-        directory: u64_at(data, 16),
-    }))
+    Ok(found)
 }
 
 pub(in crate::qcow2) struct Extension<'a> {

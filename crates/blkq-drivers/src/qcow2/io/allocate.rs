@@ -27,6 +27,13 @@ pub(in crate::qcow2) struct Clusters {
     pub fresh: bool,
 }
 
+impl Clusters {
+    /// The offset of each cluster, which has `cluster` bytes.
+    pub fn hosts(self, cluster: u64) -> impl Iterator<Item = u64> {
+        (0..self.count).map(move |number| self.host + number * cluster)
+    }
+}
+
 /// Provides what an operation on the state was lacking, or waits for another task that may do so.
 async fn provide(env: &Env, reason: NotReady) -> IoResult {
     match reason {

@@ -12,7 +12,8 @@ use blkq::{IoBuffer, Segment, Tag};
 
 use super::kill::die;
 use super::*;
-use crate::qcow2::bitmaps::places::{BitmapEntry, Places, exchange};
+use crate::qcow2::bitmaps::format::BitmapEntry;
+use crate::qcow2::bitmaps::places::{Places, exchange};
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::flush_metadata;
