@@ -361,7 +361,7 @@ impl Driver for Qcow2 {
             self.bitmaps.0.mark_bitmaps()?;
         }
         if let Some(journal) = &mut locked(&self.shared.state).journal {
-            journal.clear_overlay();
+            journal.set_overlay(None);
         }
         let ring = cx.ring.ok_or_else(|| invalid("the qcow2 driver needs an io_uring"))?;
         let shared = Arc::clone(&self.shared);

@@ -41,8 +41,10 @@ impl Qcow2 {
             self.warnings.push(journal::none_in_version_2(self.path()));
         }
         let journals = able;
-        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, self.file()));
-        let found = found.transpose()?.flatten();
+        let found = match journals {
+            Some(all) if tag != 0 => journal::find(all, self.file())?,
+            _ => None,
+        };
         let mut leaked = BTreeSet::new();
         let left = found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag));
         let is_lost = tag != 0 && !matches!(left, Left::Records(_));

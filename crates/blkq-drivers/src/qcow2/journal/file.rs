@@ -69,7 +69,7 @@ const BIRTH_AT: usize = 13;
 pub struct Journals {
     directory: PathBuf,
     /// A journal of an earlier boot is void, because the machine was restarted.
-    boot: [u64; 2],
+    boot: (u64, u64),
     /// The user ID that must own the journals.
     user: u32,
 }
@@ -93,7 +93,7 @@ impl Journals {
         let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
             .map_err(|_| Error::new(ErrorKind::System, format!("{path} does not contain a UUID")))?;
         let user = rustix::process::geteuid().as_raw();
-        Ok(Arc::new(Journals { directory: directory.to_owned(), boot: [(id >> 64) as u64, id as u64], user }))
+        Ok(Arc::new(Journals { directory: directory.to_owned(), boot: ((id >> 64) as u64, id as u64), user }))
     }
 
     /// The path of the directory.
@@ -164,11 +164,10 @@ pub(in crate::qcow2) enum Left {
 
 impl Left {
     fn have_data(&self) -> bool {
+        let is_data = |record: &Record| matches!(record, Record::L2 { .. } | Record::L1 { .. });
         match self {
             Left::Nothing => false,
-            Left::Records(records) => {
-                records.iter().any(|record| matches!(record, Record::L2 { .. } | Record::L1 { .. }))
-            }
+            Left::Records(records) => records.iter().any(is_data),
             Left::Incomplete => true,
         }
     }
@@ -177,7 +176,7 @@ impl Left {
 pub(in crate::qcow2) struct Journal {
     words: Words,
     path: PathBuf,
-    boot: [u64; 2],
+    boot: (u64, u64),
     identity: (u64, u64),
     half: usize,
     counts: [usize; 2],
@@ -229,9 +228,22 @@ impl Journal {
         &self.words.all()[at]
     }
 
+    fn load(&self, at: usize) -> u64 {
+        self.word(at).load(Acquire)
+    }
+
+    fn pair(&self, at: usize) -> (u64, u64) {
+        (self.load(at), self.load(at + 1))
+    }
+
+    fn set_pair(&self, at: usize, (first, second): (u64, u64)) {
+        self.word(at).store(first, Release);
+        self.word(at + 1).store(second, Release);
+    }
+
     /// The changes of a killed process that had the image open with `tag`.
     pub fn left(&self, tag: u32) -> Left {
-        let tags = [TAG_AT, NEXT_TAG_AT].map(|at| self.word(at).load(Acquire));
+        let tags = [TAG_AT, NEXT_TAG_AT].map(|at| self.load(at));
         if tag == 0 || !tags.contains(&tag.into()) || !self.is_of_image() {
             return Left::Nothing;
         }
@@ -241,15 +253,11 @@ impl Journal {
     /// Whether this journal has writes that an image without a tag lacks. The image's file was created at
     /// `birth`. Journals for a base of a block commit do not count: their overlay has the data.
     pub fn has_ignored_writes(&self, birth: u64) -> bool {
-        let word = |at: usize| self.word(at).load(Acquire);
-        let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
+        let has_tag = self.load(TAG_AT) != 0 || self.load(NEXT_TAG_AT) != 0;
         // A new file may have the inode of a removed one.
-        let is_same_file = [0, birth].contains(&word(BIRTH_AT)) || birth == 0;
-        has_tag
-            && is_same_file
-            && self.is_of_image()
-            && self.overlay() == (0, 0)
-            && self.records().have_data()
+        let is_same_file = [0, birth].contains(&self.load(BIRTH_AT)) || birth == 0;
+        let is_for_clients = is_same_file && self.is_of_image() && self.overlay() == (0, 0);
+        has_tag && is_for_clients && self.records().have_data()
     }
 
     pub fn set_birth(&self, birth: u64) {
@@ -257,20 +265,18 @@ impl Journal {
     }
 
     fn records(&self) -> Left {
-        let word = |at: usize| self.word(at).load(Acquire);
         let mut records = Vec::new();
-        let now = (word(HALF_AT) & 1) as usize;
+        let now = (self.load(HALF_AT) & 1) as usize;
         for half in [1 - now, now] {
-            let count = word(COUNTS_AT + half) as usize;
-            if count > RECORDS || word(OVERFLOW_AT) != 0 {
+            let count = self.load(COUNTS_AT + half) as usize;
+            if count > RECORDS || self.load(OVERFLOW_AT) != 0 {
                 return Left::Incomplete;
             }
             for number in 0..count {
                 let at = record_at(half, number);
-                match Record::parse([word(at), word(at + 1), word(at + 2)]) {
-                    Some(record) => records.push(record),
-                    None => return Left::Incomplete,
-                }
+                let record = Record::parse([at, at + 1, at + 2].map(|at| self.load(at)));
+                let Some(record) = record else { return Left::Incomplete };
+                records.push(record);
             }
         }
         Left::Records(records)
@@ -279,27 +285,19 @@ impl Journal {
     /// Device number and inode of the overlay that is being committed into this image, or zeroes. As long as
     /// the image is read through that overlay, it lacks nothing.
     fn overlay(&self) -> (u64, u64) {
-        let word = |at: usize| self.word(at).load(Acquire);
-        (word(OVERLAY_AT), word(OVERLAY_AT + 1))
+        self.pair(OVERLAY_AT)
     }
 
-    /// Marks the journal as one for writes of clients: no overlay has their data.
-    pub fn clear_overlay(&mut self) {
-        self.set_overlay((0, 0));
-    }
-
-    fn set_overlay(&mut self, (dev, inode): (u64, u64)) {
-        self.word(OVERLAY_AT).store(dev, Release);
-        self.word(OVERLAY_AT + 1).store(inode, Release);
+    /// Records the overlay that is being committed into the image. `None`: the journal is for writes of clients, whose
+    /// data no overlay has.
+    pub fn set_overlay(&mut self, overlay: Option<(u64, u64)>) {
+        self.set_pair(OVERLAY_AT, overlay.unwrap_or_default());
     }
 
     /// Whether the journal was begun for this image since the system was booted.
     fn is_of_image(&self) -> bool {
-        let word = |at: usize| self.word(at).load(Acquire);
-        let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
-        word(MAGIC_AT) == MAGIC
-            && [word(BOOT_AT), word(BOOT_AT + 1)] == self.boot
-            && identity == self.identity
+        let (boot, identity) = (self.pair(BOOT_AT), self.pair(IDENTITY_AT));
+        self.load(MAGIC_AT) == MAGIC && boot == self.boot && identity == self.identity
     }
 
     /// Empties the journal of an image whose file has all changes, and returns the tag that the image must
@@ -309,20 +307,18 @@ impl Journal {
     pub fn begin(&mut self, tag: u32, overlay: Option<(u64, u64)>) -> u32 {
         if !self.is_of_image() {
             self.set_tags(0, 0);
-            let ((dev, inode), [high, low]) = (self.identity, self.boot);
-            let words = [(BOOT_AT, high), (BOOT_AT + 1, low), (IDENTITY_AT, dev), (IDENTITY_AT + 1, inode)];
-            for (at, value) in words.into_iter().chain([(MAGIC_AT, MAGIC)]) {
-                self.word(at).store(value, Release);
-            }
+            self.set_pair(BOOT_AT, self.boot);
+            self.set_pair(IDENTITY_AT, self.identity);
+            self.word(MAGIC_AT).store(MAGIC, Release);
         }
-        if self.word(NEXT_TAG_AT).load(Acquire) == u64::from(tag) {
+        if self.load(NEXT_TAG_AT) == u64::from(tag) {
             // The process before was killed between the change of the image and its call of `began`.
             self.began();
         }
-        self.set_overlay(overlay.unwrap_or_default());
+        self.set_overlay(overlay);
         // Each `RandomState` has different keys, so the tag is random.
         let next = (RandomState::new().build_hasher().finish() as u32).max(1);
-        for (at, value) in stores_to_begin(self.word(HALF_AT).load(Acquire), next) {
+        for (at, value) in stores_to_begin(self.load(HALF_AT), next.into()) {
             self.word(at).store(value, Release);
         }
         (self.half, self.counts) = (0, [0; 2]);
@@ -468,11 +464,9 @@ pub(in crate::qcow2) fn lacking(path: &Path) -> Error {
 /// The stores that empty a journal, whose half `now` was written last, and give it the tag `next`. The
 /// process may be killed after each of them, so the order matters: the older half is emptied first, because
 /// its records without the later ones of the newer half would undo changes.
-fn stores_to_begin(now: u64, next: u32) -> [(usize, u64); 5] {
+fn stores_to_begin(now: u64, next: u64) -> [(usize, u64); 5] {
     let now = (now & 1) as usize;
-    let emptied = [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT].map(|at| (at, 0));
-    let [older, newer, overflow, half] = emptied;
-    [older, newer, overflow, half, (NEXT_TAG_AT, next.into())]
+    [(COUNTS_AT + 1 - now, 0), (COUNTS_AT + now, 0), (OVERFLOW_AT, 0), (HALF_AT, 0), (NEXT_TAG_AT, next)]
 }
 
 fn record_at(half: usize, number: usize) -> usize {
@@ -505,7 +499,7 @@ mod tests {
                 journal.append(entry(4));
                 assert_eq!(journal.left(tag), Left::Records(vec![entry(3), entry(4)]));
                 let next = tag ^ 1;
-                let all = stores_to_begin(journal.half as u64, next);
+                let all = stores_to_begin(journal.half as u64, next.into());
                 for (at, value) in all.into_iter().take(stores) {
                     journal.word(at).store(value, Release);
                 }
