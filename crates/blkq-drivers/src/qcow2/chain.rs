@@ -101,54 +101,48 @@ fn read_at(image: &ImageFile, bytes: &mut [u8], offset: u64) -> Result<(), Error
     image.read_padded_at(bytes, offset, 0, None).map_err(|e| image.failed("read", e))
 }
 
-/// Opens the backing files of `top`, in order from the nearest.
+/// Opens the backing files of `top`. Returns the chain: `top`, and its backing files in order from the nearest.
 ///
 /// Errors have one line: what is wrong, why, and a hint, which the caller adds to [`ErrorKind::BackingFile`]
 /// (`allowed` does not admit a backing file). A backing file is also rejected if it lacks writes that a
 /// journal in `journals` has. If that journal is ignored, a warning is added to `warnings` instead.
-pub(super) fn open_backing_files(
-    top: &Opened,
+pub(super) fn open_chain(
+    top: Opened,
     allowed: BackingChain,
     journals: Option<&Journals>,
     warnings: &mut Vec<String>,
 ) -> Result<Vec<Opened>, Error> {
-    let mut chain: Vec<Opened> = Vec::new();
+    let mut chain = vec![top];
     loop {
-        let last = chain.last().unwrap_or(top);
-        let Some(name) = last.tables.as_ref().and_then(|tables| tables.header.backing.clone()) else {
-            return Ok(chain);
-        };
-        if chain.len() == DEPTH_MAX {
+        let (shown, last) = (chain[0].file.path.display(), &chain[chain.len() - 1]);
+        let Some(name) = last.header().and_then(|header| header.backing.clone()) else { return Ok(chain) };
+        if chain.len() > DEPTH_MAX {
             return Err(unsupported(format!(
-                "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or \
-                 `qemu-img rebase`",
-                top.file.path.display()
+                "{shown} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or \
+                 `qemu-img rebase`"
             )));
         }
         let backing = open_one(&last.file.path, &name, allowed)?;
-        if std::iter::once(top).chain(&chain).any(|one| one.file.identity == backing.identity) {
-            return Err(malformed(format!(
-                "the backing chain of {} contains {} twice",
-                top.file.path.display(),
-                backing.path.display()
-            )));
+        if chain.iter().any(|one| one.file.identity == backing.identity) {
+            let twice = backing.path.display();
+            return Err(malformed(format!("the backing chain of {shown} contains {twice} twice")));
         }
         // The lock comes before the tables are read, because another process may be changing them.
         backing.lock(&LOCKED, LockKind::Shared, false)?;
         let opened = read_one(&last.file.path, &name, backing)?;
-        if let (Some(tables), Some(all)) = (&opened.tables, journals) {
-            journal::check_base(all, &opened.file, tables.header.tag, last.file.identity)?;
-            if tables.header.tag == 0 {
+        if let (Some(header), Some(all)) = (opened.header(), journals) {
+            journal::check_base(all, &opened.file, header.tag, last.file.identity)?;
+            if header.tag == 0 {
                 warnings.extend(journal::find_ignored(all, &opened.file));
             }
         }
         chain.push(opened);
-        let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);
-        if std::iter::once(top).chain(&chain).map(l1_bytes).sum::<u64>() > L1_TABLES_MAX_BYTES {
+        let tables = chain.iter().filter_map(|one| one.tables.as_ref());
+        if tables.map(|tables| tables.l1.len() as u64 * 8).sum::<u64>() > L1_TABLES_MAX_BYTES {
             return Err(unsupported(format!(
                 "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the \
                  chain into one image with `qemu-img convert`",
-                top.file.path.display(),
+                chain[0].file.path.display(),
                 L1_TABLES_MAX_BYTES >> 20
             )));
         }
@@ -156,7 +150,7 @@ pub(super) fn open_backing_files(
 }
 
 /// Opens the file that `image` names as its backing file, read-only. Errors are as for
-/// [`open_backing_files`].
+/// [`open_chain`].
 pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<ImageFile, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
@@ -217,39 +211,30 @@ pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<BackingFile> {
 
 fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Opened, Error> {
     let size = backing.size()?;
-    let shown = backing.path.display();
+    let (shown, of) = (backing.path.display(), image.display());
     let mut magic = [0; 4];
     read_at(&backing, &mut magic, 0)?;
-    match name.format.as_deref() {
-        Some("raw") => {}
+    let other = match name.format.as_deref() {
         Some("qcow2") => return Opened::with_tables(backing),
         // The header could be written by a guest that had the raw image: as qcow2, it would make the host
         // open other files.
         None if magic == MAGIC => {
             return Err(unsupported(format!(
-                "{} does not record the format of its backing file, which looks like qcow2; if it is, run \
+                "{of} does not record the format of its backing file, which looks like qcow2; if it is, run \
                 `qemu-img rebase -u -b {} -F qcow2 {}`",
-                image.display(),
                 shell_word(&backing.path),
                 shell_word(image)
             )));
         }
-        None => {
-            if let Some(format) = backing.detect_format(size) {
-                return Err(unsupported(format!(
-                    "{shown}, the backing file of {}, is a {format} image, which is not supported",
-                    image.display()
-                )));
-            }
-        }
-        Some(other) => {
-            return Err(unsupported(format!(
-                "{shown}, the backing file of {}, is a {other} image, which is not supported",
-                image.display()
-            )));
-        }
+        None => backing.detect_format(size),
+        format => format.filter(|format| *format != "raw"),
+    };
+    match other {
+        None => Ok(Opened { file: backing, tables: None, size }),
+        Some(other) => Err(unsupported(format!(
+            "{shown}, the backing file of {of}, is a {other} image, which is not supported"
+        ))),
     }
-    Ok(Opened { file: backing, tables: None, size })
 }
 
 /// Makes `backing`, an image with `header`, use the symbolic link by which it was opened as its path, if it

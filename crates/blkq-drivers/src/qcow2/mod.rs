@@ -77,8 +77,6 @@ pub struct Qcow2 {
     /// Another driver uses the image's file now, so that dropping this driver must not write to it.
     superseded: AtomicBool,
     terms: ClientTerms,
-    version: u32,
-    cluster_bytes: u64,
     warnings: Vec<String>,
     bitmaps: ImageBitmaps<Qcow2Bitmaps>,
 }
@@ -86,11 +84,8 @@ pub struct Qcow2 {
 struct Parts {
     /// The files of the chain, the active image first, and what was read from them.
     chain: Vec<(Arc<ImageFile>, Layer)>,
-    /// Whether the first files of the chain use direct I/O. The others are open already with their setting.
-    direct: Vec<bool>,
     writer: Writer,
     size: u64,
-    slice_bytes: u64,
     terms: ClientTerms,
     read_only: bool,
     /// Clients use the device already, and wait until it is open.
@@ -99,8 +94,8 @@ struct Parts {
 }
 
 /// The size of a cached slice in bytes, which must not exceed a cluster of any image in the chain.
-fn slice_bytes<'a>(chain: impl Iterator<Item = &'a Option<Tables>>) -> u64 {
-    chain.flatten().map(|tables| tables.header.cluster_bytes()).fold(SLICE_MAX_BYTES, u64::min)
+fn slice_bytes<'a>(chain: impl IntoIterator<Item = &'a Option<Tables>>) -> u64 {
+    chain.into_iter().flatten().map(|tables| tables.header.cluster_bytes()).fold(SLICE_MAX_BYTES, u64::min)
 }
 
 /// Opens and locks the active image. Also returns a warning of the lock, if there is one.
@@ -128,11 +123,12 @@ fn check_repaired(image: &Opened) -> Result<(), Error> {
         _ => return Ok(()),
     };
     let path = &image.file.path;
-    let shown = path.display();
-    Err(unsupported(format!(
-        "{shown} {why}; repair it with `qemu-img check -r all {}`, or open it read-only",
-        shell_word(path)
-    )))
+    Err(unsupported(format!("{} {why}; {}", path.display(), repair_hint(path))))
+}
+
+/// The hint for an image whose tables are wrong or contradict each other.
+fn repair_hint(path: &Path) -> String {
+    format!("repair it with `qemu-img check -r all {}`, or open it read-only", shell_word(path))
 }
 
 impl Qcow2 {
@@ -163,18 +159,17 @@ impl Qcow2 {
         }
         let size = options.device_bytes.map_or(size, |bytes| bytes.min(size));
         let journals = options.journals.as_deref();
-        let backing_files = chain::open_backing_files(&top, options.backing_chain, journals, &mut warnings)?;
-        let writer = open_writer(&top, options.read_only)?;
-        let opened: Vec<Opened> = std::iter::once(top).chain(backing_files).collect();
+        let opened = chain::open_chain(top, options.backing_chain, journals, &mut warnings)?;
+        let writer = open_writer(&opened[0], options.read_only)?;
         let slice_bytes = slice_bytes(opened.iter().map(|one| &one.tables));
         let requested = options.direct_io;
         let mut terms = ClientTerms { logical_block_bytes, memory_align: 1, requested, buffered: None };
-        let (mut chain, mut direct) = (Vec::new(), Vec::new());
+        let mut chain = Vec::new();
         for (number, one) in opened.into_iter().enumerate() {
             let mut align = None;
             if terms.buffered.is_none() {
                 let shown = one.file.path.display();
-                let mode = choose_file_mode(&one, requested, logical_block_bytes, slice_bytes)?;
+                let mode = choose_file_mode(&one, &terms, slice_bytes)?;
                 match mode.direct {
                     Some(align) if align.assumed => warnings.push(format!(
                         "the file system of {shown} does not report its alignment for direct I/O; 512 \
@@ -186,12 +181,11 @@ impl Qcow2 {
                 }
                 align = mode.direct;
             }
-            direct.push(align.is_some());
             terms.memory_align = terms.memory_align.max(align.map_or(1, DirectAlign::largest));
             chain.push(one.into_layer(align)?);
         }
         let (read_only, in_use) = (options.read_only, options.device_bytes.is_some());
-        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings };
+        let parts = Parts { chain, writer, size, terms, read_only, in_use, warnings };
         Qcow2::assemble(parts, journals, None)
     }
 
@@ -201,13 +195,12 @@ impl Qcow2 {
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
-        let Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings } = parts;
+        let Parts { chain, writer, size, terms, read_only, in_use, warnings } = parts;
         let (files, mut layers): (Vec<_>, Vec<Layer>) = chain.into_iter().unzip();
+        let cache = Cache::new(CACHE_BYTES, slice_bytes(layers.iter().map(|layer| &layer.tables)) as usize);
         let Some(top) = layers.first_mut().and_then(|layer| layer.tables.take()) else {
             return Err(malformed("not a qcow2 image"));
         };
-        let (version, cluster_bytes) = (top.header.version, top.header.cluster_bytes());
-        let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
         let state = State { top, layers, cache, size, writer, flushes: 0, journal: None };
         let shared = Shared::new(state, files);
         let bitmaps = Qcow2Bitmaps::new(&shared, !read_only);
@@ -218,15 +211,15 @@ impl Qcow2 {
             read_only: AtomicBool::new(read_only),
             superseded: AtomicBool::new(false),
             terms,
-            version,
-            cluster_bytes,
             warnings,
             bitmaps: ImageBitmaps(bitmaps),
         };
         let device = device.begin_journal(journals, overlay, in_use)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
-        device.shared.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;
+        for (file, layer) in device.shared.files.iter().zip(&locked(&device.shared.state).layers) {
+            file.set_direct(layer.align > 1)?;
+        }
         Ok(device)
     }
 
@@ -267,11 +260,11 @@ impl Qcow2 {
 
 /// Chooses direct or buffered I/O for one file of a chain, by the rule of raw images ([`choose_mode`]).
 /// Direct I/O must also suit the tables, which are read in units of `slice` bytes, and the end of the image,
-/// because the last sector may be read alone. Fails with [`blkq::ErrorKind::NoDirectIo`] if `requested` demands
+/// because the last sector may be read alone. Fails with [`blkq::ErrorKind::NoDirectIo`] if `terms` demand
 /// what is impossible.
-fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
+fn choose_file_mode(image: &Opened, terms: &ClientTerms, slice: u64) -> Result<Mode, Error> {
     let path = &image.file.path;
-    let mode = choose_mode(requested, &image.file.direct, path, block, 0)?;
+    let mode = choose_mode(terms.requested, &image.file.direct, path, terms.logical_block_bytes, 0)?;
     let Some(align) = mode.direct else { return Ok(mode) };
     let unit = u64::from(align.largest());
     if (512..=slice).contains(&u64::from(align.offset)) && image.size.is_multiple_of(unit) {
@@ -282,7 +275,7 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
          chain do not have",
         image.size
     );
-    choose_buffered(requested, path, reason)
+    choose_buffered(terms.requested, path, reason)
 }
 
 fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
@@ -297,11 +290,11 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         refcount_table.iter_mut().for_each(|block| *block &= OFFSET);
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
-            let shown = top.file.path.display();
+            let path = &top.file.path;
             return Err(malformed(format!(
-                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
-                 {}`, or open it read-only",
-                shell_word(&top.file.path)
+                "the refcount table of {} names a block twice; {}",
+                path.display(),
+                repair_hint(path)
             )));
         }
     }
@@ -334,20 +327,22 @@ impl Driver for Qcow2 {
 
     fn limits(&self) -> QueueLimits {
         let read_only = self.read_only.load(Relaxed);
+        let state = locked(&self.shared.state);
+        let header = &state.top.header;
         // Without zero flags (version 2) a discard would make the data of the backing file visible.
-        let unmaps = !read_only && (self.version >= 3 || self.shared.files.len() == 1);
+        let unmaps = !read_only && (header.version >= 3 || self.shared.files.len() == 1);
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
-            capacity_bytes: locked(&self.shared.state).size,
+            capacity_bytes: state.size,
             logical_block_bytes: self.terms.logical_block_bytes,
             physical_block_bytes: self.file().physical_block.max(self.terms.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align: self.terms.memory_align,
             max_discard_bytes: most(unmaps),
-            discard_granularity: (self.cluster_bytes as u32).max(self.terms.logical_block_bytes),
+            discard_granularity: (header.cluster_bytes() as u32).max(self.terms.logical_block_bytes),
             max_write_zeroes_bytes: most(unmaps),
-            max_write_zeroes_no_unmap_bytes: most(!read_only && self.version >= 3),
+            max_write_zeroes_no_unmap_bytes: most(!read_only && header.version >= 3),
             write_cache: !read_only,
             read_only,
             rotational: self.file().rotational,
@@ -393,40 +388,29 @@ impl Driver for Qcow2 {
     }
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        let (now, image) = {
+        let (now, image, room) = {
             let state = locked(&self.shared.state);
-            (state.size, state.layers[0].size)
+            (state.size, state.layers[0].size, grow::room(&state))
         };
-        let bytes = bytes.unwrap_or(image - image % u64::from(self.terms.logical_block_bytes));
+        let sector = u64::from(self.terms.logical_block_bytes);
+        let bytes = bytes.unwrap_or(image - image % sector);
         if bytes == now {
             return Ok(now);
         }
-        let refused = |why: &str, hint: &str| {
-            Err(unsupported(format!("cannot resize {} to {bytes} bytes: {why}", self.path().display()))
-                .with_cure(hint))
-        };
         let offline = "detach the device and run qemu-img resize";
-        if bytes < now {
-            let why = format!("a qcow2 image in use cannot shrink, and its size is {now} bytes");
-            return refused(&why, offline);
-        }
-        if !bytes.is_multiple_of(u64::from(self.terms.logical_block_bytes)) {
-            let why = format!(
-                "the size is not a multiple of the sector size, {} bytes",
-                self.terms.logical_block_bytes
-            );
-            return refused(&why, "");
-        }
-        if self.read_only.load(Relaxed) {
-            return refused("it is read-only", "");
-        }
-        match grow::room(&locked(&self.shared.state)) {
-            room if bytes > room => {
-                let why = format!("its L1 table maps {room} bytes and cannot grow while the image is in use");
-                refused(&why, offline)
-            }
-            _ => Ok(bytes),
-        }
+        let (why, hint) = if bytes < now {
+            (format!("a qcow2 image in use cannot shrink, and its size is {now} bytes"), offline)
+        } else if !bytes.is_multiple_of(sector) {
+            (format!("the size is not a multiple of the sector size, {sector} bytes"), "")
+        } else if self.read_only.load(Relaxed) {
+            ("it is read-only".to_owned(), "")
+        } else if bytes > room {
+            (format!("its L1 table maps {room} bytes and cannot grow while the image is in use"), offline)
+        } else {
+            return Ok(bytes);
+        };
+        let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path().display());
+        Err(unsupported(message).with_cure(hint))
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
@@ -456,14 +440,18 @@ impl Driver for Qcow2 {
         let (device, inode) = self.identity();
         let backing_files: Vec<String> =
             self.shared.files[1..].iter().map(|file| file.path.display().to_string()).collect();
+        let (version, cluster_bytes, failed) = {
+            let state = locked(&self.shared.state);
+            (state.top.header.version, state.top.header.cluster_bytes(), state.writer.failed)
+        };
         vec![
             ("backing-file", self.name.now(self.file())),
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
             ("offset", "0".to_owned()),
             ("size-limit", "none".to_owned()),
-            ("format", format!("qcow2, version {}", self.version)),
-            ("cluster-size", self.cluster_bytes.to_string()),
+            ("format", format!("qcow2, version {version}")),
+            ("cluster-size", cluster_bytes.to_string()),
             (
                 "backing-chain",
                 if backing_files.is_empty() { "none".to_owned() } else { backing_files.join(", ") },
@@ -471,7 +459,7 @@ impl Driver for Qcow2 {
             ("direct-io-requested", self.terms.requested.name().to_owned()),
             ("direct-io", if self.terms.buffered.is_some() { "off" } else { "on" }.to_owned()),
             ("direct-io-reason", self.terms.buffered.clone().unwrap_or_default()),
-            ("tables-failed", locked(&self.shared.state).writer.failed.to_string()),
+            ("tables-failed", failed.to_string()),
         ]
     }
 }

@@ -12,13 +12,13 @@ use crate::errors::{invalid, malformed};
 use crate::format::ImageFormat;
 use crate::image_file::ImageFile;
 use crate::qcow2::chain::{Opened, check_is_no_link};
-use crate::qcow2::format::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
+use crate::qcow2::format::header::{
+    EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES,
+};
 
 /// The base-2 logarithm of the cluster size in bytes; QEMU's default.
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
-/// Bytes of the header without extensions.
-const HEADER_BYTES: usize = 112;
 const REFCOUNT_ORDER: u32 = 4;
 /// Numbers of the clusters of the refcount table, of its first block, and of the start of the L1 table.
 const REFCOUNT_TABLE: u64 = 1;
@@ -28,10 +28,11 @@ const L1_TABLE: u64 = 3;
 /// The backing file of a new overlay.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Base {
-    path: PathBuf,
-    qcow2: bool,
+    /// Absolute and without symbolic links.
+    pub(super) path: PathBuf,
+    pub(super) qcow2: bool,
     /// Virtual size in bytes.
-    size: u64,
+    pub(super) size: u64,
 }
 
 impl Base {
@@ -56,11 +57,6 @@ impl Base {
         Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
     }
 
-    /// `path` is absolute and without symbolic links.
-    pub(in crate::qcow2) fn of_open(path: PathBuf, qcow2: bool, size: u64) -> Base {
-        Base { path, qcow2, size }
-    }
-
     /// Makes `file` an overlay over this backing file, of the same size rounded up to whole sectors. `file`
     /// must be empty and in `directory`, which must be absolute and without symbolic links. The overlay names
     /// the backing file relative to `directory` if it is there or below. Nothing is made durable.
@@ -68,19 +64,6 @@ impl Base {
     /// # Errors
     /// [`blkq::ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
     pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
-        self.write(directory, |bytes, at| file.write_all_at(bytes, at), |bytes| file.set_len(bytes))
-    }
-
-    pub(in crate::qcow2) fn write_to(&self, file: &ImageFile, directory: &Path) -> Result<(), Error> {
-        self.write(directory, |bytes, at| file.write_all_at(bytes, at), |bytes| file.set_size(bytes))
-    }
-
-    fn write(
-        &self,
-        directory: &Path,
-        write_at: impl Fn(&[u8], u64) -> io::Result<()>,
-        set_size: impl Fn(u64) -> io::Result<()>,
-    ) -> Result<(), Error> {
         let name = name_in(directory, &self.path)?;
         let size = self.size.next_multiple_of(512);
         let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
@@ -95,11 +78,12 @@ impl Base {
         let header = header(size, l1_entries as u32, &name, if self.qcow2 { b"qcow2" } else { b"raw" });
         let block: Vec<u8> = (0..clusters).flat_map(|_| 1u16.to_be_bytes()).collect();
         let write = || -> io::Result<()> {
-            write_at(&header, 0)?;
-            write_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
-            write_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
+            file.write_all_at(&header, 0)?;
+            let block_at = REFCOUNT_BLOCK * CLUSTER_BYTES;
+            file.write_all_at(&block_at.to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
+            file.write_all_at(&block, block_at)?;
             // The L1 table is a hole, which reads as zeroes: no entry names a table.
-            set_size(clusters * CLUSTER_BYTES)
+            file.set_len(clusters * CLUSTER_BYTES)
         };
         write().map_err(|e| Error::system("cannot write the new image", e))
     }
@@ -124,13 +108,13 @@ fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
 }
 
 fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![0; HEADER_BYTES];
+    let mut bytes = vec![0; FIXED_BYTES];
     let mut extension = EXTENSION_BACKING_FORMAT.to_be_bytes().to_vec();
     extension.extend((format.len() as u32).to_be_bytes());
     extension.extend(format);
     extension.resize(extension.len().next_multiple_of(8), 0);
     // The end marker of the extensions takes 8 bytes.
-    let name_at = (HEADER_BYTES + extension.len() + 8) as u64;
+    let name_at = (FIXED_BYTES + extension.len() + 8) as u64;
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &MAGIC);
     put(4, &3u32.to_be_bytes());
@@ -143,7 +127,7 @@ fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {
     put(48, &(REFCOUNT_TABLE * CLUSTER_BYTES).to_be_bytes());
     put(56, &1u32.to_be_bytes());
     put(96, &REFCOUNT_ORDER.to_be_bytes());
-    put(100, &(HEADER_BYTES as u32).to_be_bytes());
+    put(100, &(FIXED_BYTES as u32).to_be_bytes());
     bytes.extend(extension);
     bytes.extend([0; 8]);
     bytes.extend(name);

@@ -33,10 +33,6 @@ impl OverlayBase {
         let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
         OverlayBase { chain: vec![(raw.file, layer)], size: raw.size, terms: raw.terms }
     }
-
-    fn is_qcow2(&self) -> bool {
-        self.chain.first().is_some_and(|(_, layer)| layer.tables.is_some())
-    }
 }
 
 impl Qcow2 {
@@ -119,13 +115,14 @@ impl Qcow2 {
             )));
         }
         top.lock(&LOCKED, LockKind::Exclusive, false)?;
-        let Some((file, _)) = below.chain.first() else {
+        let Some((file, layer)) = below.chain.first() else {
             return Err(invalid("the new overlay has no backing file"));
         };
         chain::check_is_no_link(&file.path)?;
-        let base = path_of(file)?;
-        let directory = path.parent().unwrap_or(Path::new("/"));
-        Base::of_open(base, below.is_qcow2(), below.size).write_to(&top, directory)?;
+        let base = Base { path: path_of(file)?, qcow2: layer.tables.is_some(), size: below.size };
+        let cannot = |e| Error::system("cannot duplicate a descriptor of the new image", e);
+        let file = File::from(top.ring_file().try_clone_to_owned().map_err(cannot)?);
+        base.write_overlay(&file, path.parent().unwrap_or(Path::new("/")))?;
         top.sync().map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         Qcow2::on_top(Opened::with_tables(top)?, below, journals, None)
     }
@@ -144,14 +141,11 @@ impl Qcow2 {
         let writer = open_writer(&top, false)?;
         let tables = std::iter::once(&top.tables).chain(chain.iter().map(|(_, layer)| &layer.tables));
         let slice_bytes = slice_bytes(tables);
-        let mode = terms.choose_mode(&top.file.path, || {
-            choose_file_mode(&top, terms.requested, terms.logical_block_bytes, slice_bytes)
-        })?;
-        let direct = vec![mode.direct.is_some()];
+        let mode = terms.choose_mode(&top.file.path, || choose_file_mode(&top, &terms, slice_bytes))?;
         terms.buffered = mode.direct.is_none().then_some(mode.reason);
         chain.insert(0, top.into_layer(mode.direct)?);
         let (read_only, in_use, warnings) = (false, true, Vec::new());
-        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, in_use, warnings };
+        let parts = Parts { chain, writer, size, terms, read_only, in_use, warnings };
         Qcow2::assemble(parts, journals, overlay)
     }
 

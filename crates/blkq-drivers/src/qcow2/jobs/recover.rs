@@ -9,10 +9,10 @@ use blkq::text::shell_word;
 use blkq::{Error, ErrorKind};
 
 use crate::errors::{malformed, unsupported};
-use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::allocate;
 use crate::qcow2::journal::{self, Journal, Journals, Left};
+use crate::qcow2::{Qcow2, repair_hint};
 
 use super::replay::replay;
 
@@ -36,7 +36,7 @@ impl Qcow2 {
             )));
         }
         // A header of version 2 has no autoclear features, and so no place for the tag.
-        let able = journals.filter(|_| self.version >= 3);
+        let able = journals.filter(|_| locked(&self.shared.state).top.header.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
             self.warnings.push(journal::none_in_version_2(self.path()));
         }
@@ -96,8 +96,8 @@ impl Qcow2 {
                 Ok(freed) => Some(format!("{shown} was not closed; {freed} clusters that leaked were freed")),
                 Err(error) if error.kind() == ErrorKind::Mismatch => {
                     return Err(malformed(format!(
-                        "{shown} was not closed, and {error}; repair it with `qemu-img check -r all {word}`, or \
-                         open it read-only"
+                        "{shown} was not closed, and {error}; {}",
+                        repair_hint(self.path())
                     )));
                 }
                 Err(error) => Some(format!(

@@ -488,8 +488,8 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     {
         // From here on the slices of the L2 table are in memory, and none of refcount blocks.
         let mut state = locked(&device.shared.state);
-        let block = state.writer.refcount_table[0];
-        state.cache.forget(0, block..block + device.cluster_bytes);
+        let (block, cluster) = (state.writer.refcount_table[0], state.top.header.cluster_bytes());
+        state.cache.forget(0, block..block + cluster);
     }
     let mut data = IoBuffer::zeroed(4096);
     data.fill(7);
