@@ -9,7 +9,7 @@ use blkq::sync::lock;
 use blkq::text::shell_word;
 use blkq::{Disk, Driver, ErrorKind};
 use blkq_drivers::no_backing_file;
-use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, CommitSource};
+use blkq_drivers::qcow2::{BackingFile, BaseFiles, BlockCommit, CommitSource};
 use blkq_protocol::control::Committed;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{CommitInfo, DaemonState};
@@ -137,7 +137,7 @@ impl Device {
         }
     }
 
-    fn served_in(&self, running: &Running, base: &BaseImage, number: u64) -> Outcome<Served> {
+    fn served_in(&self, running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
         let options = lock(&self.served).attach_options.as_ref().map(Record::read).transpose()?;
         let Some(options) = options else {
             return Err(Failure::new(

@@ -51,7 +51,7 @@ use io::flush_metadata::flush_metadata;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::reserve::free_reserved;
 use io::{extents, grow};
-pub use jobs::block_commit::{BaseImage, BlockCommit, CommitSource};
+pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::create::Base;
 pub use jobs::overlay::OverlayBase;

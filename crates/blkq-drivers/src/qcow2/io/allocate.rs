@@ -45,9 +45,8 @@ async fn provide(env: &Env, reason: NotReady) -> IoResult {
         }
         // Boxed, because creating a table allocates clusters, which may come back here.
         NotReady::L2Table(index) => Box::pin(make_l2(env, index)).await,
-        NotReady::RefcountBlock(_) | NotReady::RefcountTable(_) => {
-            Box::pin(make_refcounts(env, reason)).await
-        }
+        NotReady::RefcountBlock(block) => Box::pin(make_refcounts(env, write_block(env, block))).await,
+        NotReady::RefcountTable(block) => Box::pin(make_refcounts(env, make_room(env, block))).await,
         // One flush is enough for all tasks that wait for it.
         NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await,
         NotReady::Busy | NotReady::FlushFirst => {
@@ -199,18 +198,14 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     Ok(())
 }
 
-/// Creates a refcount block or a larger refcount table, whichever `lacking` names. If another task is doing so,
-/// waits for a change instead.
-async fn make_refcounts(env: &Env, lacking: NotReady) -> IoResult {
+/// Runs `make`, which creates a refcount block or a larger refcount table. If another task is doing so, waits for a
+/// change instead.
+async fn make_refcounts(env: &Env, make: impl Future<Output = IoResult>) -> IoResult {
     if std::mem::replace(&mut env.state().writer.growing, true) {
         env.io.wait().await;
         return Ok(());
     }
-    let made = match lacking {
-        NotReady::RefcountBlock(block) => write_block(env, block).await,
-        NotReady::RefcountTable(block) => make_room(env, block).await,
-        _ => Err(Status::Io),
-    };
+    let made = make.await;
     env.state().writer.growing = false;
     env.io.changed();
     made

@@ -21,12 +21,9 @@ pub(in crate::qcow2) fn run<T: 'static, F: Future<Output = Result<T, Status>> + 
 ) -> Result<T, Error> {
     let env = Env::new(Arc::clone(shared), None);
     let mut executor = Executor::default();
-    let result = Rc::new(RefCell::new(None));
+    let result = Rc::new(RefCell::new(Err(Status::Io)));
     let (task, kept) = (task(Rc::clone(&env)), Rc::clone(&result));
-    executor.spawn(&env.io, async move {
-        let done = task.await;
-        *kept.borrow_mut() = Some(done);
-    });
+    executor.spawn(&env.io, async move { drop(kept.replace(task.await)) });
     while !executor.is_idle() {
         executor.run(&env.io);
         let mut idle = !env.io.has_paused();
@@ -44,11 +41,7 @@ pub(in crate::qcow2) fn run<T: 'static, F: Future<Output = Result<T, Status>> + 
             ));
         }
     }
-    match result.take() {
-        Some(Ok(done)) => Ok(done),
-        Some(Err(status)) => Err(Error::system(format!("cannot {what}"), status)),
-        None => Err(Error::new(ErrorKind::System, format!("cannot {what}"))),
-    }
+    result.replace(Err(Status::Io)).map_err(|status| Error::system(format!("cannot {what}"), status))
 }
 
 impl Shared {

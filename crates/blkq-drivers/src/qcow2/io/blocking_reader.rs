@@ -15,24 +15,6 @@ use super::inflate::Compressed;
 /// Largest read of data in bytes.
 const READ_MAX_BYTES: u64 = 1 << 20;
 
-/// A part of the device, as the active image maps it.
-pub(in crate::qcow2) enum Extent {
-    Data(IoBuffer),
-    /// This number of zero bytes.
-    Zeroes(u64),
-    /// The image does not map this number of bytes; the backing file has them.
-    Unallocated(u64),
-}
-
-impl Extent {
-    pub fn bytes(&self) -> u64 {
-        match self {
-            Extent::Data(data) => data.len() as u64,
-            Extent::Zeroes(bytes) | Extent::Unallocated(bytes) => *bytes,
-        }
-    }
-}
-
 /// Reads slices of tables without the cache, which only the queue fills.
 pub(in crate::qcow2) struct BlockingReader {
     shared: Arc<Shared>,
@@ -82,25 +64,24 @@ impl BlockingReader {
         Ok(None)
     }
 
-    /// Reads from the start of `range`, as far as the active image maps it in one way. A write in flight may
-    /// appear in the result completely, in part, or not at all.
-    pub fn read(&mut self, range: &Range<u64>) -> io::Result<Extent> {
+    /// Reads from the start of `range`, as far as the active image maps it in one way. Returns where this part is
+    /// stored, its length in bytes, and its data unless it is zeroes or unallocated. A write in flight may appear in the
+    /// data completely, in part, or not at all.
+    pub fn read(&mut self, range: &Range<u64>) -> io::Result<(Found, u64, Option<IoBuffer>)> {
         let (found, _, bytes) = self.find(1, range)?;
-        match found {
-            Found::Unallocated => Ok(Extent::Unallocated(bytes)),
-            Found::Zero => Ok(Extent::Zeroes(bytes)),
-            Found::Data { host, .. } => {
-                self.read_file(0, host, bytes.min(READ_MAX_BYTES) as usize).map(Extent::Data)
-            }
+        let data = match found {
+            Found::Unallocated | Found::Zero => return Ok((found, bytes, None)),
+            Found::Data { host, .. } => self.read_file(0, host, bytes.min(READ_MAX_BYTES) as usize)?,
             Found::Compressed { host, bytes: compressed, skip, .. } => {
                 let (place, compressed) = Compressed::place(&lock(&self.shared.state), 0, host, compressed)?;
                 let buffer = self.read_file(0, place.start, (place.end - place.start) as usize)?;
                 let content = compressed(buffer).inflate()?;
                 let mut part = IoBuffer::zeroed(bytes as usize);
                 part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
-                Ok(Extent::Data(part))
+                part
             }
-        }
+        };
+        Ok((found, data.len() as u64, Some(data)))
     }
 
     fn read_file(&self, layer: usize, offset: u64, bytes: usize) -> io::Result<IoBuffer> {

@@ -27,43 +27,17 @@ pub(in crate::qcow2) struct Shared {
     pub files: Vec<Arc<ImageFile>>,
     pub epochs: Arc<Epochs>,
     pub changes: Changes,
-    /// While this is a list, released clusters are added to it and not freed: the overlay of a block commit
-    /// reads the image by older tables.
-    /// Locked while `state` is locked, so no thread may lock `state` while it holds this lock.
-    held: Mutex<Option<Vec<u64>>>,
 }
 
 impl Shared {
     pub fn new(state: State, files: Vec<Arc<ImageFile>>) -> Arc<Shared> {
         let (state, changes) = (Mutex::new(state), Changes::default());
-        Arc::new(Shared { state, files, epochs: Arc::default(), changes, held: Mutex::default() })
+        Arc::new(Shared { state, files, epochs: Arc::default(), changes })
     }
 
     /// The path of the active image.
     pub fn path(&self) -> &Path {
         &self.files[0].path
-    }
-
-    /// Stops freeing clusters that are released from now on.
-    pub fn hold(&self) {
-        *lock(&self.held) = Some(Vec::new());
-    }
-
-    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept meanwhile.
-    pub fn release_held(&self) {
-        let held = lock(&self.held).take();
-        lock(&self.state).writer.released.extend(held.into_iter().flatten());
-    }
-
-    /// The clusters of `released` that may be freed: all of them, or none after [`Shared::hold`].
-    pub fn without_held(&self, released: Vec<u64>) -> Vec<u64> {
-        match &mut *lock(&self.held) {
-            None => released,
-            Some(held) => {
-                held.extend(released);
-                Vec::new()
-            }
-        }
     }
 }
 

@@ -88,7 +88,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         table_sectors = sectors_of(&writer.refcount_table_dirty, at, &writer.refcount_table, align);
         l1 = std::mem::take(&mut state.writer.l1_dirty);
         table = std::mem::take(&mut state.writer.refcount_table_dirty);
-        released = env.shared.without_held(std::mem::take(&mut state.writer.released));
+        released = state.writer.take_released();
         if turned {
             state.note_pending(&released);
         }

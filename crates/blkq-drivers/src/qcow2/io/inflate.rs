@@ -2,7 +2,7 @@
 //! which would block the other requests of the queue.
 
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::catch_unwind;
 use std::sync::Arc;
 
 use blkq::sync::mpsc::{Receiver, Sender, channel};
@@ -55,15 +55,14 @@ impl Compressed {
 
     /// Fails with [`Status::Io`] if the bytes are not the compressed data of a cluster.
     pub fn inflate(&self) -> Result<Vec<u8>, Status> {
-        let bytes = &self.buffer[self.range.clone()];
-        match self.method {
-            Compression::Deflate => inflate_deflate(bytes, self.cluster_bytes),
-            // The decoder asserts properties of its input. A crafted image can break them, so a panic must
-            // not end the process.
-            Compression::Zstd => {
-                catch_unwind(|| inflate_zstd(bytes, self.cluster_bytes)).unwrap_or(Err(Status::Io))
-            }
-        }
+        let (bytes, length) = (&self.buffer[self.range.clone()], self.cluster_bytes);
+        let inflate = || match self.method {
+            Compression::Deflate => inflate_deflate(bytes, length),
+            Compression::Zstd => inflate_zstd(bytes, length),
+        };
+        // A decoder asserts properties of its input. A crafted image can break them, so a panic must not end the
+        // process.
+        catch_unwind(inflate).unwrap_or(Err(Status::Io))
     }
 }
 
@@ -141,8 +140,7 @@ impl Inflater {
 
 fn work(todo: &Receiver<Job>, done: &Sender<Inflated>, wake: &dyn Wake) {
     while let Ok((place, compressed)) = todo.recv() {
-        let inflated = catch_unwind(AssertUnwindSafe(|| compressed.inflate())).unwrap_or(Err(Status::Io));
-        if done.send((place, inflated)).is_err() {
+        if done.send((place, compressed.inflate())).is_err() {
             return;
         }
         wake.wake();

@@ -299,8 +299,7 @@ impl Io {
     /// Submits an operation. Its memory stays valid until it has completed, even if the waiting task is
     /// dropped.
     pub fn submit(&self, op: Op) -> Running<'_> {
-        let mut state = self.0.borrow_mut();
-        let state = &mut *state;
+        let state = &mut *self.0.borrow_mut();
         if let Some(tag) = op.tag {
             let index = tag.index();
             if state.of_tag.len() <= index {
@@ -309,13 +308,10 @@ impl Io {
             state.of_tag[index] += 1;
         }
         let slot = Slot { op, result: None, task: Some(state.current) };
-        let place = match state.free.pop() {
-            Some(place) => place,
-            None => {
-                state.slots.push(None);
-                state.slots.len() as u32 - 1
-            }
-        };
+        let place = state.free.pop().unwrap_or_else(|| {
+            state.slots.push(None);
+            state.slots.len() as u32 - 1
+        });
         state.slots[place as usize] = Some(slot);
         state.submitted.push_back(place);
         state.in_flight += 1;
@@ -358,8 +354,7 @@ impl Io {
 
     /// Makes the tasks ready that wait for a change.
     pub fn changed(&self) {
-        let mut state = self.0.borrow_mut();
-        let state = &mut *state;
+        let state = &mut *self.0.borrow_mut();
         state.ready.extend(state.waiting.drain(..));
     }
 
@@ -393,8 +388,7 @@ impl Io {
     }
 
     pub fn complete(&self, place: u32, result: i32) {
-        let mut state = self.0.borrow_mut();
-        let state = &mut *state;
+        let state = &mut *self.0.borrow_mut();
         let Some(slot) = state.slots.get_mut(place as usize).and_then(Option::as_mut) else { return };
         let Some(result) = slot.op.progress(result) else {
             state.submitted.push_back(place);
@@ -479,13 +473,10 @@ pub(in crate::qcow2) struct Executor {
 
 impl Executor {
     pub fn spawn(&mut self, io: &Io, task: impl Future<Output = ()> + 'static) {
-        let index = match self.free.pop() {
-            Some(index) => index,
-            None => {
-                self.tasks.push(None);
-                self.tasks.len() as u32 - 1
-            }
-        };
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.tasks.push(None);
+            self.tasks.len() as u32 - 1
+        });
         self.tasks[index as usize] = Some(Box::pin(task));
         io.0.borrow_mut().ready.push_back(index);
     }
@@ -493,8 +484,7 @@ impl Executor {
     /// Polls the tasks that are ready or have yielded before, until all wait or have yielded.
     pub fn run(&mut self, io: &Io) {
         {
-            let mut state = io.0.borrow_mut();
-            let state = &mut *state;
+            let state = &mut *io.0.borrow_mut();
             state.ready.extend(state.paused.drain(..));
         }
         self.run_ready(io);

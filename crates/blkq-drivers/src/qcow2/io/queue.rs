@@ -10,7 +10,7 @@ use blkq::{
     BioFlags, Cqe, DriverContext, DriverQueue, Error, FileSlot, Operation, Registrar, Request, Segment,
     Status, Tag, Taken, Wake,
 };
-use io_uring::{opcode, squeue, types};
+use io_uring::{opcode, squeue};
 
 use crate::image_file::OPERATIONS;
 use crate::qcow2::tables::state::Found;
@@ -172,7 +172,9 @@ impl Qcow2Queue {
     /// Polls the ready tasks, submits their operations, and completes the requests that are done.
     fn run(&mut self, cx: &mut DriverContext<'_>) {
         self.executor.run_ready(&self.env.io);
-        while let Some((place, entry)) = self.env.io.next_entry(|layer| self.file(cx, layer)) {
+        while let Some((place, entry)) =
+            self.env.io.next_entry(|layer| cx.file(&self.files[usize::from(layer)]))
+        {
             // SAFETY: an operation's own memory is kept until its completion is taken. The block layer keeps
             // a request's memory until the request completes, which is later.
             unsafe { cx.push(entry, u64::from(place)) }
@@ -180,10 +182,6 @@ impl Qcow2Queue {
         while let Some((tag, result)) = self.env.io.take_finished() {
             cx.complete(tag, result);
         }
-    }
-
-    fn file(&self, cx: &DriverContext<'_>, layer: u8) -> types::Fixed {
-        cx.file(&self.files[usize::from(layer)])
     }
 }
 

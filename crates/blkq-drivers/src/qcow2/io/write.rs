@@ -36,10 +36,9 @@ struct Remaining<'a> {
 enum Step {
     /// In place: the first number is the byte of the file, the second the number of bytes.
     InPlace(u64, u64),
-    /// To this number of new clusters of the file. The clusters of the device are locked.
-    New(u64),
-    /// To the cluster of the file that is allocated for a zero cluster. The cluster of the device is locked.
-    OverZeroes(u64),
+    /// To `count` new clusters of the file, or to the one at `host`, which is allocated for a zero cluster. The
+    /// clusters of the device are locked.
+    Locked { count: u64, host: Option<u64> },
 }
 
 /// Writes `bytes` from `position` of the device on. Fails with [`Status::NoSpace`], or with [`Status::Io`] if
@@ -69,8 +68,7 @@ async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
             env.io.run(op.in_epoch(&env.shared.epochs)).await?;
             Ok(run)
         }
-        Step::New(count) => write_locked(env, rest, count, None).await,
-        Step::OverZeroes(host) => write_locked(env, rest, 1, Some(host)).await,
+        Step::Locked { count, host } => write_locked(env, rest, count, host).await,
     }
 }
 
@@ -101,7 +99,7 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, NotReady> {
         state.check_target(host..host + (1 << bits))?;
         state.writer.locked.insert(first);
         state.writer.changing += 1;
-        return Ok(Step::OverZeroes(host));
+        return Ok(Step::Locked { count: 1, host: Some(host) });
     }
     let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
     let asked = ((end - 1) >> bits) - first + 1;
@@ -117,7 +115,7 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, NotReady> {
     }
     state.writer.locked.extend(first..first + count);
     state.writer.changing += 1;
-    Ok(Step::New(count))
+    Ok(Step::Locked { count, host: None })
 }
 
 /// Writes to the next `count` clusters of the device, which are locked, and unlocks them. Returns the number
@@ -157,14 +155,9 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits)).await;
     let (head, tail) = (head.content(env).await?, tail.content(env).await?);
     let skipped = if head.is_none() { at - begin } else { 0 };
-    let mut op = env.write_op(clusters.host + skipped);
-    if let Some(head) = head {
-        op = op.with_buffer(head);
-    }
-    op = add(op, source, at - position, until - at);
-    if let Some(tail) = tail {
-        op = op.with_buffer(tail);
-    }
+    let op = head.into_iter().fold(env.write_op(clusters.host + skipped), Op::with_buffer);
+    let op = add(op, source, at - position, until - at);
+    let op = tail.into_iter().fold(op, Op::with_buffer);
     let written_end = op.offset + op.bytes;
     reserve(env, written_end).await;
     drop(env.io.run(op).await?);
@@ -177,46 +170,36 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     Ok(until - at)
 }
 
-/// The bytes that new clusters need next to the data of a write.
-enum Around {
-    /// Nothing: the clusters already read as zeroes there, or the data reaches their edge.
-    There,
-    /// This number of zeroes.
-    Zeroes(u64),
-    /// A copy of these bytes of the device.
-    Copy(Range<u64>),
+/// The bytes of the device that new clusters need next to the data of a write; none if the clusters already read as
+/// zeroes there, or the data reaches their edge.
+struct Around {
+    range: Range<u64>,
+    /// The bytes are zeroes; else they are copied.
+    zero: bool,
 }
 
 impl Around {
-    /// An upper bound for the memory that this takes, in bytes: the copy, a second one of each part, and a
+    /// An upper bound for the memory that this takes, in bytes: a copy takes a second one of each part, and a
     /// compressed cluster with its content.
     fn memory(&self, cluster: u64) -> u64 {
-        match self {
-            Around::There => 0,
-            Around::Zeroes(bytes) => *bytes,
-            Around::Copy(range) => 2 * (range.end - range.start) + 2 * cluster,
-        }
+        let bytes = self.range.end - self.range.start;
+        if self.zero { bytes } else { 2 * bytes + 2 * cluster }
     }
 
     async fn content(self, env: &Env) -> Result<Option<IoBuffer>, Status> {
-        match self {
-            Around::There => Ok(None),
-            Around::Zeroes(bytes) => Ok(Some(IoBuffer::zeroed(bytes as usize))),
-            Around::Copy(range) => read_device(env, range.start, range.end - range.start).await.map(Some),
+        let Range { start, end } = self.range;
+        match self.zero {
+            _ if start == end => Ok(None),
+            true => Ok(Some(IoBuffer::zeroed((end - start) as usize))),
+            false => read_device(env, start, end - start).await.map(Some),
         }
     }
 }
 
 /// How to fill `from..to` of the device. `fresh`: the new clusters read as zeroes.
 async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
-    if from == to {
-        return Ok(Around::There);
-    }
-    Ok(match until_ready(env, |state| state.is_zero(from, to - from)).await? {
-        true if fresh => Around::There,
-        true => Around::Zeroes(to - from),
-        false => Around::Copy(from..to),
-    })
+    let zero = from == to || until_ready(env, |state| state.is_zero(from, to - from)).await?;
+    Ok(Around { range: if zero && fresh { to..to } else { from..to }, zero })
 }
 
 /// Makes the L2 table refer to the new clusters, after their content was written.

@@ -41,10 +41,11 @@ use crate::errors::{invalid, unsupported};
 use crate::image_file::lock::{self, LockKind};
 use crate::image_file::{ImageFile, sync};
 use crate::qcow2::Qcow2;
-use crate::qcow2::chain::LOCKED;
-use crate::qcow2::io::blocking_reader::{BlockingReader, Extent};
+use crate::qcow2::chain::{BackingFile, LOCKED};
+use crate::qcow2::io::blocking_reader::BlockingReader;
 use crate::qcow2::io::changes::{map_for, next_changed};
 use crate::qcow2::journal::Journals;
+use crate::qcow2::tables::state::Found;
 
 use super::block_commit_base::{BaseFiles, Target};
 use super::overlay::path_of;
@@ -57,32 +58,24 @@ const LOOKUP_MAX_BYTES: u64 = 1 << 30;
 /// How often a thread that waits for a sync checks for cancellation.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The backing file of the image that a device serves.
-#[derive(Debug)]
-pub struct BaseImage {
-    /// Absolute, with all symbolic links resolved unless the image is found through a link that must be kept.
-    pub path: PathBuf,
-    /// Whether the backing file is a qcow2 image; else it is raw.
-    pub qcow2: bool,
-}
-
 /// An image that can be committed into its backing file.
 pub struct CommitSource {
     overlay: Arc<Qcow2>,
-    base: BaseImage,
+    base: BackingFile,
 }
 
 impl CommitSource {
     /// Fails with [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or
     /// is read-only, or if the backing file was deleted.
     pub(crate) fn new(overlay: Arc<Qcow2>) -> Result<CommitSource, Error> {
-        let path = path_of(overlay.check_committable()?)?;
+        let file = overlay.check_committable()?;
+        let (path, identity) = (path_of(file)?, file.identity);
         let qcow2 = locked(&overlay.shared.state).layers[1].tables.is_some();
-        Ok(CommitSource { overlay, base: BaseImage { path, qcow2 } })
+        Ok(CommitSource { overlay, base: BackingFile { path, identity, qcow2 } })
     }
 
     /// The backing file, into which the image is committed.
-    pub fn base(&self) -> &BaseImage {
+    pub fn base(&self) -> &BackingFile {
         &self.base
     }
 
@@ -260,17 +253,15 @@ impl BlockCommit {
     /// The I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.extents.front().cloned() else { return Ok(false) };
-        let extent = self.reader.read(&range).map_err(|e| self.overlay.file().failed("read", e))?;
-        let bytes = extent.bytes();
-        match extent {
-            Extent::Data(data) => {
-                self.target()?.write(range.start, data)?;
-                self.data_bytes += bytes;
-            }
-            Extent::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
-            // Rule 2 excludes this. There would be nothing to copy: the base has these bytes.
-            Extent::Unallocated(_) => {}
+        let read = self.reader.read(&range).map_err(|e| self.overlay.file().failed("read", e));
+        let (found, bytes, data) = read?;
+        if let Some(data) = data {
+            self.target()?.write(range.start, data)?;
+            self.data_bytes += bytes;
+        } else if found == Found::Zero {
+            self.target()?.zero(range.start..range.start + bytes)?;
         }
+        // Rule 2 excludes the third case, an unallocated part. There would be nothing to copy: the base has the bytes.
         self.copied_bytes += bytes;
         match range.start + bytes {
             end if end < range.end => self.extents[0].start = end,
@@ -339,7 +330,7 @@ impl BlockCommit {
             }
             // The overlay read the base by tables from before the commit. It no longer does, so clusters that
             // the copies released can be freed.
-            Target::Qcow2(qcow2) => qcow2.shared.release_held(),
+            Target::Qcow2(qcow2) => locked(&qcow2.shared.state).writer.release_held(),
         }
         Ok(target)
     }

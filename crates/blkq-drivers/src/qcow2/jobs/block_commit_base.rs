@@ -158,7 +158,7 @@ impl Qcow2 {
         let qcow2 = self.of_base(files.image, &path, journals)?;
         // The overlay reads the base by the tables that the base had when the overlay was opened, so no
         // cluster of them may be reused.
-        qcow2.shared.hold();
+        locked(&qcow2.shared.state).writer.held = Some(Vec::new());
         let is_shorter = qcow2.limits().size_bytes() < size;
         let resized = if is_shorter { qcow2.resize(Some(size)).map(drop) } else { Ok(()) };
         let target = Target::Qcow2(Box::new(qcow2));

@@ -10,19 +10,20 @@ pub(in crate::qcow2) const CACHE_BYTES: usize = 8 << 20;
 /// The dirty slices should be written once they are `1 / DIRTY_PART` of all slices.
 const DIRTY_PART: usize = 4;
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub(in crate::qcow2) struct Key {
     pub layer: u8,
     pub offset: u64,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(in crate::qcow2) enum Table {
+    #[default]
     L2,
     Refcounts,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Slot {
     key: Key,
     table: Table,
@@ -48,10 +49,8 @@ pub(in crate::qcow2) struct Cache {
 impl Cache {
     pub fn new(bytes: usize, slice_bytes: usize) -> Cache {
         let count = bytes / slice_bytes;
-        let key = Key { layer: 0, offset: 0 };
-        let empty = Slot { key, table: Table::L2, used: false, dirty: false, writing: false, recent: false };
         Cache {
-            slots: vec![empty; count],
+            slots: vec![Slot::default(); count],
             places: HashMap::new(),
             // `vec!` of zeroes asks for zeroed pages, which take no memory until they are used.
             bytes: vec![0; count * slice_bytes],
@@ -108,7 +107,7 @@ impl Cache {
         if self.slots[slot].used {
             self.places.remove(&self.slots[slot].key);
         }
-        self.slots[slot] = Slot { key, table, used: true, dirty: false, writing: false, recent: true };
+        self.slots[slot] = Slot { key, table, used: true, recent: true, ..Slot::default() };
         self.places.insert(key, slot);
         self.bytes[slot * self.slice_bytes..][..self.slice_bytes].copy_from_slice(content);
         Some(slot)
@@ -133,8 +132,7 @@ impl Cache {
         for offset in range.step_by(self.slice_bytes) {
             if let Some(slot) = self.places.remove(&Key { layer, offset }) {
                 self.dirty -= usize::from(self.slots[slot].dirty);
-                (self.slots[slot].used, self.slots[slot].dirty) = (false, false);
-                (self.slots[slot].writing, self.slots[slot].recent) = (false, false);
+                self.slots[slot] = Slot::default();
             }
         }
     }

@@ -94,6 +94,9 @@ pub(in crate::qcow2) struct Writer {
     pub clusters_max: u64,
     /// Offsets of clusters to which no table in memory refers. Tables in the file may still do.
     pub released: Vec<u64>,
+    /// While this is a list, a flush adds released clusters to it and does not free them: the overlay of a block
+    /// commit reads the image by older tables.
+    pub held: Option<Vec<u64>>,
     pub unlinked: Unlinked,
     /// Clusters of the device, by number, whose L2 entry a write in progress is about to change.
     pub locked: HashSet<u64>,
@@ -114,6 +117,22 @@ impl Writer {
     /// holes, allocated clusters may lie beyond the end of the file.
     pub fn note_written(&mut self, end: u64, cluster_bits: u32) {
         self.fresh_from = self.fresh_from.max(end.div_ceil(1 << cluster_bits));
+    }
+
+    /// Takes the released clusters that may be freed: all of them, or none while clusters are held.
+    pub fn take_released(&mut self) -> Vec<u64> {
+        match &mut self.held {
+            None => std::mem::take(&mut self.released),
+            Some(held) => {
+                held.append(&mut self.released);
+                Vec::new()
+            }
+        }
+    }
+
+    /// Lets the next flush of the metadata free the clusters that were held.
+    pub fn release_held(&mut self) {
+        self.released.extend(self.held.take().unwrap_or_default());
     }
 }
 
