@@ -13,7 +13,7 @@ use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 use crate::errors::{malformed, unsupported};
 use crate::image_file::{DirectAlign, ImageFile, LockKind, WHOLE_FILE, name_now};
 
-use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
+use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
 use super::journal::{self, Journals};
 use super::options::BackingChain;
 use super::tables::state::{Layer, Tables};
@@ -68,16 +68,7 @@ fn not_served(backing: &ImageFile, error: &Error) -> Error {
 fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
     let header = read_header(backing)?;
     let file_bytes = backing.size()?;
-    let tables = [
-        ("L1", header.l1_offset, u64::from(header.l1_entries) * 8),
-        (
-            "refcount",
-            header.refcount_table_offset,
-            u64::from(header.refcount_table_clusters) << header.cluster_bits,
-        ),
-        ("snapshot", header.snapshots_offset, u64::from(header.snapshots) * SNAPSHOT_BYTES),
-    ];
-    for (name, offset, bytes) in tables {
+    for (name, offset, bytes) in header.tables() {
         if bytes > 0 && offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             let message = format!(
                 "its {name} table is not all in the file, which was truncated; restore it from a copy"
@@ -178,7 +169,7 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
 /// A backing file, as the header of its overlay names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BackingFile {
-    /// Absolute.
+    /// Absolute, with all symbolic links resolved unless the image is found through a link that must be kept.
     pub path: PathBuf,
     /// The device number of its file system, and its inode.
     pub identity: (u64, u64),
@@ -299,19 +290,18 @@ fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<ImageFile
             e,
         ),
     };
-    let at = openat(CWD, directory, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, FileMode::empty())
-        .map_err(failed)?;
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let at = openat(CWD, directory, path_only, FileMode::empty()).map_err(failed)?;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-    let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
+    let open = |path: &Path, flags| openat2(&at, path, flags, FileMode::empty(), resolve).map_err(failed);
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(open(within, flags)?);
     let name = name_now(&file);
     let mut backing = ImageFile::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
     // The kernel resolves the parent directory under the same rule. The last component may be a symbolic
     // link, and then the file itself is in another directory.
     let parent = within.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let parent = File::from(openat2(&at, parent, flags, FileMode::empty(), resolve).map_err(failed)?);
-    let link = name_now(&parent).zip(within.file_name());
+    let link = name_now(&File::from(open(parent, path_only)?)).zip(within.file_name());
     backing.link =
         link.map(|(parent, name)| parent.join(name)).filter(|link| link.parent() != backing.path.parent());
     Ok(backing)

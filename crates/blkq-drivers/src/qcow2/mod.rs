@@ -281,8 +281,7 @@ fn choose_file_mode(image: &Opened, terms: &ClientTerms, slice: u64) -> Result<M
 fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
     let file_bytes = top.file.size()?;
     let (mut refcount_table, mut bits) = (Vec::new(), 16);
-    if let Some(tables) = top.tables.as_ref().filter(|_| !read_only) {
-        let header = &tables.header;
+    if let Some(header) = top.header().filter(|_| !read_only) {
         bits = header.cluster_bits;
         let entries = (u64::from(header.refcount_table_clusters) << bits) / 8;
         refcount_table = chain::read_numbers(&top.file, header.refcount_table_offset, entries as usize)?;
@@ -438,8 +437,9 @@ impl Driver for Qcow2 {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let (device, inode) = self.identity();
-        let backing_files: Vec<String> =
-            self.shared.files[1..].iter().map(|file| file.path.display().to_string()).collect();
+        let shown = |file: &Arc<ImageFile>| file.path.display().to_string();
+        let chain: Vec<String> = self.shared.files[1..].iter().map(shown).collect();
+        let chain = if chain.is_empty() { "none".to_owned() } else { chain.join(", ") };
         let (version, cluster_bytes, failed) = {
             let state = locked(&self.shared.state);
             (state.top.header.version, state.top.header.cluster_bytes(), state.writer.failed)
@@ -452,10 +452,7 @@ impl Driver for Qcow2 {
             ("size-limit", "none".to_owned()),
             ("format", format!("qcow2, version {version}")),
             ("cluster-size", cluster_bytes.to_string()),
-            (
-                "backing-chain",
-                if backing_files.is_empty() { "none".to_owned() } else { backing_files.join(", ") },
-            ),
+            ("backing-chain", chain),
             ("direct-io-requested", self.terms.requested.name().to_owned()),
             ("direct-io", if self.terms.buffered.is_some() { "off" } else { "on" }.to_owned()),
             ("direct-io-reason", self.terms.buffered.clone().unwrap_or_default()),

@@ -179,40 +179,39 @@ impl Header {
 
     fn check(&self) -> Result<(), Error> {
         let cluster = self.cluster_bytes();
-        // As in QEMU, the offset of an empty table is checked too.
-        let place = |what: &str, offset: u64, bytes: u64| {
-            let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
-            if (offset == 0 && bytes > 0) || !offset.is_multiple_of(cluster) || end.is_none() {
-                return Err(malformed(format!("its {what} is at byte {offset}, where no table can be")));
-            }
-            Ok(())
+        let [(_, _, l1_bytes), (_, _, table_bytes), _] = self.tables();
+        let is_misplaced = |(_, offset, bytes): &(&str, u64, u64)| {
+            let is_beyond = offset.checked_add(*bytes).is_none_or(|end| end > 1 << 56);
+            // As in QEMU, the offset of an empty table is checked too.
+            (*offset == 0 && *bytes > 0) || !offset.is_multiple_of(cluster) || is_beyond
         };
-        if self.size > i64::MAX as u64 {
-            return Err(malformed(format!("its size is {} bytes, more than {}", self.size, i64::MAX)));
-        }
-        let l1_bytes = u64::from(self.l1_entries) * 8;
-        if l1_bytes > L1_MAX_BYTES || u64::from(self.l1_entries) < self.l1_entries_for(self.size) {
-            let message = format!(
-                "its L1 table has {} entries for {} bytes, which is too few or too many",
-                self.l1_entries, self.size
-            );
-            return Err(malformed(message));
-        }
-        place("L1 table", self.l1_offset, l1_bytes)?;
-        let table_bytes = u64::from(self.refcount_table_clusters) * cluster;
-        if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
-            let message = format!("its refcount table has {table_bytes} bytes, not one cluster to 8 MiB");
-            return Err(malformed(message));
-        }
-        place("refcount table", self.refcount_table_offset, table_bytes)?;
-        if self.refcount_order > 6 {
-            let message = format!("its refcounts have 2^{} bits, more than 64", self.refcount_order);
-            return Err(malformed(message));
-        }
-        if self.snapshots > SNAPSHOTS_MAX {
-            return Err(malformed(format!("it has {} snapshots, more than {SNAPSHOTS_MAX}", self.snapshots)));
-        }
-        place("snapshot table", self.snapshots_offset, u64::from(self.snapshots) * SNAPSHOT_BYTES)
+        Err(malformed(if self.size > i64::MAX as u64 {
+            format!("its size is {} bytes, more than {}", self.size, i64::MAX)
+        } else if l1_bytes > L1_MAX_BYTES || u64::from(self.l1_entries) < self.l1_entries_for(self.size) {
+            let (entries, size) = (self.l1_entries, self.size);
+            format!("its L1 table has {entries} entries for {size} bytes, which is too few or too many")
+        } else if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
+            format!("its refcount table has {table_bytes} bytes, not one cluster to 8 MiB")
+        } else if self.refcount_order > 6 {
+            format!("its refcounts have 2^{} bits, more than 64", self.refcount_order)
+        } else if self.snapshots > SNAPSHOTS_MAX {
+            format!("it has {} snapshots, more than {SNAPSHOTS_MAX}", self.snapshots)
+        } else if let Some((name, offset, _)) = self.tables().into_iter().find(is_misplaced) {
+            format!("its {name} table is at byte {offset}, where no table can be")
+        } else {
+            return Ok(());
+        }))
+    }
+
+    /// The name, the offset and the size in bytes of the L1 table, the refcount table and the snapshot table. The size
+    /// of the snapshot table does not include the fields of variable length.
+    pub fn tables(&self) -> [(&'static str, u64, u64); 3] {
+        let refcount_table_bytes = u64::from(self.refcount_table_clusters) * self.cluster_bytes();
+        [
+            ("L1", self.l1_offset, u64::from(self.l1_entries) * 8),
+            ("refcount", self.refcount_table_offset, refcount_table_bytes),
+            ("snapshot", self.snapshots_offset, u64::from(self.snapshots) * SNAPSHOT_BYTES),
+        ]
     }
 
     pub fn cluster_bytes(&self) -> u64 {

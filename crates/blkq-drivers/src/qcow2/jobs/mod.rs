@@ -10,4 +10,3 @@ pub(super) mod empty;
 pub(super) mod leaked;
 pub(super) mod overlay;
 pub(super) mod recover;
-pub(super) mod replay;

@@ -6,15 +6,18 @@ use std::collections::BTreeSet;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::text::shell_word;
-use blkq::{Error, ErrorKind};
+use blkq::{Error, ErrorKind, Status};
 
 use crate::errors::{malformed, unsupported};
 use crate::qcow2::format::header::TAG_AT;
-use crate::qcow2::io::allocate;
-use crate::qcow2::journal::{self, Journal, Journals, Left};
+use crate::qcow2::io::allocate::{self, until_ready};
+use crate::qcow2::io::env::Env;
+use crate::qcow2::journal::leaks::Leaks;
+use crate::qcow2::journal::{self, Journal, Journals, Left, Record};
+use crate::qcow2::tables::cache::{Key, Table};
+use crate::qcow2::tables::refcounts::set_refcounts_in_slice;
+use crate::qcow2::tables::state::{NotReady, State};
 use crate::qcow2::{Qcow2, repair_hint};
-
-use super::replay::replay;
 
 impl Qcow2 {
     /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
@@ -27,18 +30,21 @@ impl Qcow2 {
         overlay: Option<(u64, u64)>,
         in_use: bool,
     ) -> Result<Qcow2, Error> {
-        let (identity, tag) = (self.identity(), self.tag());
+        let (identity, tag, shown) = (self.identity(), self.tag(), self.path().display().to_string());
+        let word = shell_word(self.path());
         if journals.is_none() && self.writable && tag != 0 {
             return Err(unsupported(format!(
-                "{} was not closed, and its journal may contain writes that the image lacks; open it with \
-                 the directory of the journal, or read-only",
-                self.path().display()
+                "{shown} was not closed, and its journal may contain writes that the image lacks; open it with \
+                 the directory of the journal, or read-only"
             )));
         }
         // A header of version 2 has no autoclear features, and so no place for the tag.
         let able = journals.filter(|_| locked(&self.shared.state).top.header.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
-            self.warnings.push(journal::none_in_version_2(self.path()));
+            self.warnings.push(format!(
+                "writes that are not flushed are lost if this process is killed, because {shown} is of version 2; \
+                 to convert the image, run `qemu-img amend -o compat=1.1 {word}`"
+            ));
         }
         let journals = able;
         let found = match journals {
@@ -53,20 +59,18 @@ impl Qcow2 {
                 let place =
                     journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
                 self.warnings.push(format!(
-                    "{} was not closed, and its journal does not exist{place}; writes that were not \
-                     flushed when the daemon was killed, or the machine stopped, are lost",
-                    self.path().display()
+                    "{shown} was not closed, and its journal does not exist{place}; writes that were not \
+                     flushed when the daemon was killed, or the machine stopped, are lost"
                 ));
             }
             Left::Nothing => {
-                let ignored = journals.and_then(|all| journal::find_ignored(all, self.file()));
-                self.warnings.extend(ignored);
+                self.warnings.extend(journals.and_then(|all| journal::find_ignored(all, self.file())))
             }
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(self.path())),
             Left::Records(records) => {
                 let path =
-                    found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
+                    found.as_ref().map(|journal| journal.path.display().to_string()).unwrap_or_default();
                 let replayed =
                     self.shared.run("apply the journal", async move |env| replay(&env, records).await);
                 leaked = replayed.map_err(|error| {
@@ -79,9 +83,8 @@ impl Qcow2 {
                 self.flush_all_metadata()?;
             }
             Left::Incomplete => self.warnings.push(format!(
-                "the journal of {} is damaged; writes that were not flushed when the daemon was killed \
-                 may be lost",
-                self.path().display()
+                "the journal of {shown} is damaged; writes that were not flushed when the daemon was killed \
+                 may be lost"
             )),
         }
         if !self.writable {
@@ -89,7 +92,6 @@ impl Qcow2 {
         }
         // The image has no journal meanwhile, so if this process is killed, the next one searches again.
         if is_lost {
-            let (shown, word) = (self.path().display(), shell_word(self.path()));
             let freed = if in_use { Err(unsupported("its clients wait")) } else { self.free_leaked() };
             let warning = match freed {
                 Ok(0) => None,
@@ -185,4 +187,73 @@ impl Qcow2 {
         state.top.header.tag = tag;
         Ok(())
     }
+}
+
+/// Applies the records, in order. The image has no journal meanwhile, so if this process is killed, the image
+/// has a part of the changes, as after a power loss. Returns the offsets of the clusters that the killed
+/// process leaked. Fails with [`Status::Io`] for a record that does not fit the image.
+async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u64>, Status> {
+    let mut leaks = Leaks::new(env.state().cluster_bits());
+    for record in records {
+        leaks.note(record);
+        match record {
+            Record::Released { .. } => {}
+            Record::RefcountTable { index, entry } => {
+                env.state().set_refcount_block(index as usize, entry)?;
+            }
+            Record::L1 { index, entry } => {
+                let mut state = env.state();
+                // An index beyond the table belongs to a resize that the killed process did not finish.
+                if let Some(old) = state.top.l1.get(index as usize).copied() {
+                    leaks.note_l1(index, old, entry);
+                    state.set_l1(index as usize, entry)?;
+                }
+            }
+            Record::Refcounts { first, count, .. } | Record::Allocated { first, count } => {
+                let refcount = if let Record::Refcounts { refcount, .. } = record { refcount } else { 1 };
+                let mut left = first..first + count;
+                while !left.is_empty() {
+                    let set = |state: &mut State| set_refcounts_in_slice(state, left.clone(), refcount);
+                    left.start += apply(env, set).await?;
+                }
+            }
+            Record::L2 { offset, entry, count } => {
+                for number in 0..count {
+                    let set = |state: &mut State| {
+                        let entry = entry.wrapping_add(number << state.cluster_bits());
+                        let old = set_entry(state, offset + number * 8, entry)?;
+                        leaks.note_entry(offset + number * 8, old, entry);
+                        Ok(())
+                    };
+                    apply(env, set).await?;
+                }
+            }
+        }
+    }
+    Ok(leaks.find())
+}
+
+fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, NotReady> {
+    let slice_bytes = state.cache.slice_bytes() as u64;
+    state.check_target(offset..offset + 8)?;
+    let key = Key { layer: 0, offset: offset - offset % slice_bytes };
+    match state.cache.find(key) {
+        Some(slot) => {
+            let index = (offset % slice_bytes / 8) as usize;
+            let old = state.cache.entry(slot, index);
+            state.set_entries(slot, index, entry, 1);
+            Ok(old)
+        }
+        None => Err(NotReady::Slice(key, Table::L2)),
+    }
+}
+
+async fn apply<T>(env: &Env, mut change: impl FnMut(&mut State) -> Result<T, NotReady>) -> Result<T, Status> {
+    // A record for a new refcount block precedes those for refcounts in it. A missing block means a damaged
+    // journal.
+    let damaged = |reason| match reason {
+        NotReady::RefcountBlock(_) | NotReady::RefcountTable(_) => NotReady::Failed(Status::Io),
+        reason => reason,
+    };
+    until_ready(env, |state| change(state).map_err(damaged)).await
 }

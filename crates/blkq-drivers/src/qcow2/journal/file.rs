@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use blkq::text::shell_word;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
 use rustix::io::Errno;
@@ -175,7 +174,7 @@ impl Left {
 
 pub(in crate::qcow2) struct Journal {
     words: Words,
-    path: PathBuf,
+    pub path: PathBuf,
     boot: (u64, u64),
     identity: (u64, u64),
     half: usize,
@@ -364,10 +363,6 @@ impl Journal {
         self.counts[self.half] < RECORDS - CROWDED
     }
 
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Whether there is room for records of released clusters. Without a record they leak if the process is
     /// killed: space is wasted, but nothing is damaged.
     pub fn has_room_for_released(&self) -> bool {
@@ -442,15 +437,6 @@ pub(in crate::qcow2) fn check_base(
     let Some(journal) = find(journals, image)? else { return Ok(()) };
     let lacks = journal.left(tag).have_data();
     if lacks && journal.overlay() != overlay { Err(lacking(&image.path)) } else { Ok(()) }
-}
-
-pub(in crate::qcow2) fn none_in_version_2(path: &Path) -> String {
-    format!(
-        "writes that are not flushed are lost if this process is killed, because {} is of version 2; to \
-         convert the image, run `qemu-img amend -o compat=1.1 {}`",
-        path.display(),
-        shell_word(path)
-    )
 }
 
 /// The error for an image that lacks the writes of its journal and is not opened for writing.

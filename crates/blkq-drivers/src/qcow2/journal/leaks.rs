@@ -51,9 +51,7 @@ impl Leaks {
                     self.released.remove(&cluster);
                 }
             }
-            Record::RefcountTable { entry, .. } => {
-                self.blocks.insert(entry & OFFSET);
-            }
+            Record::RefcountTable { entry, .. } => _ = self.blocks.insert(entry & OFFSET),
             Record::L1 { .. } | Record::L2 { .. } => {}
         }
     }

@@ -8,5 +8,4 @@ mod mapping;
 pub use file::Journals;
 pub(super) use file::{
     CHANGES_MAX, CLUSTERS_MAX, Journal, Left, Record, check_base, find, find_ignored, lacking,
-    none_in_version_2,
 };
