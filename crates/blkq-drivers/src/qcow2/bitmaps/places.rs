@@ -127,7 +127,7 @@ async fn is_exclusive(env: &Env, places: &Places, cluster: u64) -> bool {
     }
     for run in places.places.iter().flat_map(|place| &place.bits) {
         // In a copy of an image, clusters may be holes.
-        match env.io.run(Op::extend(run.host, run.count * cluster)).await {
+        match env.io.submit(Op::extend(run.host, run.count * cluster)).await {
             Ok(_) | Err(Status::NotSupported) => {}
             Err(_) => return false,
         }
@@ -249,10 +249,10 @@ async fn make_place(
 async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     let (start, end) = (run.host, run.host + run.count * cluster);
     env.state().cache.forget(0, start..end);
-    match env.io.run(Op::extend(start, end - start)).await {
+    match env.io.submit(Op::extend(start, end - start)).await {
         Err(Status::NotSupported) => {
             for at in (start..end).step_by(WRITE_BYTES) {
-                env.io.run(env.write_op(at).with_zeroes((end - at).min(WRITE_BYTES as u64))).await?;
+                env.io.submit(env.write_op(at).with_zeroes((end - at).min(WRITE_BYTES as u64))).await?;
             }
             Ok(())
         }
@@ -324,7 +324,7 @@ pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoR
     let align = env.state().layers[0].align.max(512) as usize;
     let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
     buffer[..bytes.len()].copy_from_slice(bytes);
-    env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
+    env.io.submit(env.write_op(offset).with_buffer(buffer)).await.map(drop)
 }
 
 pub(in crate::qcow2) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {

@@ -130,8 +130,8 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Not
         };
         let host = cluster + (first - index) as u64;
         let most = wanted.min(state.writer.clusters_max.saturating_sub(host)) as usize;
-        let last =
-            (first..in_slice.min(first + most)).find(|at| !is_free(at)).unwrap_or(in_slice.min(first + most));
+        let end = in_slice.min(first + most);
+        let last = (first..end).find(|at| !is_free(at)).unwrap_or(end);
         if last == first {
             return Err(NotReady::Failed(Status::NoSpace));
         }
@@ -191,7 +191,7 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
         None => write.with_zeroes(bytes),
         Some(old) => write.with_buffer(env.read(0, old, bytes).await?),
     };
-    env.io.run(write).await?;
+    env.io.submit(write).await?;
     let mut state = env.state();
     state.set_l1(index, host | COPIED)?;
     state.writer.released.extend(old);
@@ -231,7 +231,7 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
         state.writer.fresh_from = state.writer.fresh_from.max(first + 1);
         (range, first, state.cache.slice_bytes())
     };
-    env.io.run(env.write_op(range.start).with_zeroes(range.end - range.start)).await?;
+    env.io.submit(env.write_op(range.start).with_zeroes(range.end - range.start)).await?;
     loop {
         {
             let mut state = env.state();
@@ -320,7 +320,7 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
     for (place, entry) in content[growth.blocks.len()..].chunks_exact_mut(8).zip(&growth.table) {
         place.copy_from_slice(&entry.to_be_bytes());
     }
-    env.io.run(env.write_op(growth.at).with_buffer(content)).await?;
+    env.io.submit(env.write_op(growth.at).with_buffer(content)).await?;
     sync(env).await?;
     let clusters = (growth.place.end - growth.place.start) >> env.state().cluster_bits();
     let mut place = growth.place.start.to_be_bytes().to_vec();
@@ -349,7 +349,7 @@ pub(in crate::qcow2) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -
     let end = (at + bytes.len()).next_multiple_of(sector);
     let mut buffer = env.read(0, start as u64, (end - start) as u64).await?;
     buffer[at - start..][..bytes.len()].copy_from_slice(bytes);
-    let written = env.io.run(env.write_op(start as u64).with_buffer(buffer)).await;
+    let written = env.io.submit(env.write_op(start as u64).with_buffer(buffer)).await;
     if written.is_err() {
         // The header on disk may be the old or the new one.
         env.state().writer.failed = true;

@@ -35,10 +35,8 @@ pub(in crate::qcow2) fn run<T: 'static, F: Future<Output = Result<T, Status>> + 
         }
         if idle && !executor.is_idle() {
             // The task waits for a change by another task, and no other task exists.
-            return Err(Error::new(
-                ErrorKind::System,
-                format!("cannot {what}: another change of the image is in progress"),
-            ));
+            let message = format!("cannot {what}: another change of the image is in progress");
+            return Err(Error::new(ErrorKind::System, message));
         }
     }
     result.replace(Err(Status::Io)).map_err(|status| Error::system(format!("cannot {what}"), status))

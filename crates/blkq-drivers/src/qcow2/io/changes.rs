@@ -57,9 +57,8 @@ pub(in crate::qcow2) fn map_for(size: u64) -> Result<Bitmap, Error> {
     Bitmap::new("changes", region_bytes, size, BitmapState::Recording)
 }
 
-/// The first run of changed bytes from `position` on.
-pub(in crate::qcow2) fn next_changed(map: &Bitmap, position: u64) -> Option<Range<u64>> {
-    let mut at = position;
+/// The first run of changed bytes from byte `at` on.
+pub(in crate::qcow2) fn next_changed(map: &Bitmap, mut at: u64) -> Option<Range<u64>> {
     // One extent at a time: what follows the first changed run may be long, and is not searched.
     loop {
         let extent = map.extents(at..map.size(), 1).pop()?;

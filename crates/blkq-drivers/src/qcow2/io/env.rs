@@ -92,12 +92,8 @@ impl Env {
     /// Hands results of the decompressing thread to the tasks that wait for them.
     pub fn take_inflated(&self) {
         let Some(inflater) = &self.inflater else { return };
-        let mut any = false;
         while let Some((place, content)) = inflater.borrow().next() {
             self.inflated.borrow_mut().insert(place, content);
-            any = true;
-        }
-        if any {
             self.io.changed();
         }
     }
@@ -120,7 +116,7 @@ impl Env {
     /// Reads `bytes` of the file of `layer`, within an epoch.
     pub async fn read(&self, layer: u8, offset: u64, bytes: u64) -> Result<IoBuffer, Status> {
         let op = self.read_op(layer, offset).with_buffer(IoBuffer::zeroed(bytes as usize));
-        self.io.run(op.in_epoch(&self.shared.epochs)).await?.buffers.pop().ok_or(Status::Io)
+        self.io.submit(op.in_epoch(&self.shared.epochs)).await?.buffers.pop().ok_or(Status::Io)
     }
 
     /// Waits until [`BOUNCE_MAX_BYTES`] allow copies of `bytes`; a task may exceed the limit if no other has

@@ -77,10 +77,8 @@ fn each_run(
     let mut reader = BlockingReader::new(shared);
     while left.start < left.end {
         let (found, layer, run) = reader.find(shared.files.len(), &left)?;
-        match each(found, layer, run)? {
-            Some(taken) => left.start += taken,
-            None => break,
-        }
+        let Some(taken) = each(found, layer, run)? else { break };
+        left.start += taken;
         if worker_ns() >= until_ns {
             break;
         }

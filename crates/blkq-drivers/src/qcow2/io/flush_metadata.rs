@@ -47,7 +47,7 @@ pub(in crate::qcow2) async fn flush_refcounts(env: &Env) -> IoResult {
 }
 
 pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
-    let synced = env.io.run(Op::sync()).await;
+    let synced = env.io.submit(Op::sync()).await;
     if synced.is_err() {
         env.state().writer.failed = true;
     }
@@ -187,7 +187,7 @@ fn sectors_of(entries: &BTreeSet<usize>, offset: u64, table: &[u64], align: u64)
 
 async fn write_sectors(env: &Env, sectors: Vec<(u64, IoBuffer)>) -> IoResult {
     for (offset, buffer) in sectors {
-        env.io.run(env.write_op(offset).with_buffer(buffer)).await?;
+        env.io.submit(env.write_op(offset).with_buffer(buffer)).await?;
     }
     Ok(())
 }
@@ -220,7 +220,7 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
     }
     // The hole is punched while the clusters are still allocated, so that it cannot destroy new data. Errors
     // are ignored, because not every file system can punch holes.
-    let _ = env.io.run(Op::punch(run.start, run.end - run.start)).await;
+    let _ = env.io.submit(Op::punch(run.start, run.end - run.start)).await;
     for host in run.step_by(cluster_bytes as usize) {
         // The slice with the refcount may have been evicted since the first lookup.
         if refcount_of(env, host).await.is_some() {

@@ -36,7 +36,7 @@ pub(in crate::qcow2) async fn grow(env: &Env, bytes: u64) -> IoResult {
         for (place, entry) in buffer.chunks_exact_mut(8).zip(&env.state().top.l1[start / 8..]) {
             place.copy_from_slice(&entry.to_be_bytes());
         }
-        env.io.run(env.write_op(l1_offset + start as u64).with_buffer(buffer)).await?;
+        env.io.submit(env.write_op(l1_offset + start as u64).with_buffer(buffer)).await?;
         sync(env).await?;
     }
     let old = std::mem::replace(&mut env.state().layers[0].size, bytes);

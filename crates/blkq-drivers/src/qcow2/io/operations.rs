@@ -65,30 +65,26 @@ pub(in crate::qcow2) struct Op {
 }
 
 impl Op {
-    fn new(action: Action, layer: u8, offset: u64) -> Op {
-        Op { action, layer, offset, align: 1, ..Op::default() }
-    }
-
     /// A read of a file that is known to have had `file_bytes` bytes. Direct I/O makes progress only in
     /// multiples of `align` bytes.
     pub fn read(layer: u8, offset: u64, align: u64, file_bytes: u64) -> Op {
-        Op { align, file_bytes, ..Op::new(Action::Read, layer, offset) }
+        Op { action: Action::Read, layer, offset, align, file_bytes, ..Op::default() }
     }
 
     pub fn write(offset: u64, align: u64) -> Op {
-        Op { align, ..Op::new(Action::Write, 0, offset) }
+        Op { action: Action::Write, offset, align, ..Op::default() }
     }
 
     pub fn sync() -> Op {
-        Op::new(Action::Sync, 0, 0)
+        Op { action: Action::Sync, ..Op::default() }
     }
 
     pub fn punch(offset: u64, bytes: u64) -> Op {
-        Op { bytes, ..Op::new(Action::Punch, 0, offset) }
+        Op { action: Action::Punch, offset, bytes, ..Op::default() }
     }
 
     pub fn extend(offset: u64, bytes: u64) -> Op {
-        Op { bytes, ..Op::new(Action::Extend, 0, offset) }
+        Op { action: Action::Extend, offset, bytes, ..Op::default() }
     }
 
     pub fn with_buffer(mut self, mut buffer: IoBuffer) -> Op {
@@ -318,10 +314,6 @@ impl Io {
         Running { io: self, place }
     }
 
-    pub async fn run(&self, op: Op) -> Result<Op, Status> {
-        self.submit(op).await
-    }
-
     /// Waits for the next call of [`Io::changed`].
     pub async fn wait(&self) {
         self.suspend(|state| &mut state.waiting).await;
@@ -449,16 +441,15 @@ impl Drop for Running<'_> {
     fn drop(&mut self) {
         let mut state = self.io.0.borrow_mut();
         let place = self.place as usize;
-        let Some(slot) = state.slots.get_mut(place) else { return };
-        match slot {
-            Some(slot) if slot.result.is_none() => slot.task = None,
-            Some(_) => {
+        match state.slots.get_mut(place) {
+            Some(Some(slot)) if slot.result.is_none() => slot.task = None,
+            Some(slot @ Some(_)) => {
                 let done = slot.take();
                 state.free.push(self.place);
                 drop(state);
                 drop(done);
             }
-            None => {}
+            _ => {}
         }
     }
 }
@@ -493,12 +484,8 @@ impl Executor {
     /// [`Executor::run`] without the tasks that have yielded.
     pub fn run_ready(&mut self, io: &Io) {
         loop {
-            let index = {
-                let mut state = io.0.borrow_mut();
-                let Some(index) = state.ready.pop_front() else { return };
-                state.current = index;
-                index
-            };
+            let Some(index) = io.0.borrow_mut().ready.pop_front() else { return };
+            io.0.borrow_mut().current = index;
             let Some(task) = self.tasks.get_mut(index as usize).and_then(Option::as_mut) else { continue };
             if task.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready() {
                 self.tasks[index as usize] = None;

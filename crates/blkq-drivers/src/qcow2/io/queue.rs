@@ -50,13 +50,9 @@ impl Qcow2Queue {
         ring.require(&OPERATIONS)?;
         let mut slots = Vec::with_capacity(shared.files.len());
         for file in &shared.files {
-            match ring.register_file(file.ring_file()) {
-                Ok(slot) => slots.push(slot),
-                Err(error) => {
-                    slots.iter_mut().for_each(|slot| ring.unregister_file(slot));
-                    return Err(error);
-                }
-            }
+            let slot = ring.register_file(file.ring_file());
+            let slot = slot.inspect_err(|_| slots.iter_mut().for_each(|slot| ring.unregister_file(slot)))?;
+            slots.push(slot);
         }
         Ok(Qcow2Queue {
             env: Env::new(shared, Some(wake)),
@@ -172,9 +168,8 @@ impl Qcow2Queue {
     /// Polls the ready tasks, submits their operations, and completes the requests that are done.
     fn run(&mut self, cx: &mut DriverContext<'_>) {
         self.executor.run_ready(&self.env.io);
-        while let Some((place, entry)) =
-            self.env.io.next_entry(|layer| cx.file(&self.files[usize::from(layer)]))
-        {
+        let files = &self.files;
+        while let Some((place, entry)) = self.env.io.next_entry(|layer| cx.file(&files[usize::from(layer)])) {
             // SAFETY: an operation's own memory is kept until its completion is taken. The block layer keeps
             // a request's memory until the request completes, which is later.
             unsafe { cx.push(entry, u64::from(place)) }

@@ -36,7 +36,9 @@ pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory:
                 if bounce.is_none() {
                     // Looks the cluster up again after the wait, because a write may have replaced it
                     // meanwhile.
-                    bounce = Some(env.reserve(bytes + cluster_bytes(env, layer)).await);
+                    let image = usize::from(layer);
+                    let cluster = env.state().tables(image).map_or(0, |tables| tables.header.cluster_bytes());
+                    bounce = Some(env.reserve(bytes + cluster).await);
                     continue;
                 }
                 let content = decompressed(env, layer, host, bytes).await?;
@@ -82,10 +84,6 @@ pub(in crate::qcow2) async fn read_device(env: &Env, position: u64, bytes: u64) 
 async fn find(env: &Env, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
     let find = |state: &mut State| state.find(state.layers.len(), position, bytes, None);
     until_ready(env, find).await.map(|(found, _, run)| (found, run))
-}
-
-fn cluster_bytes(env: &Env, layer: u8) -> u64 {
-    env.state().tables(usize::from(layer)).map_or(0, |tables| tables.header.cluster_bytes())
 }
 
 /// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None`:

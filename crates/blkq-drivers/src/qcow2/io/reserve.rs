@@ -32,7 +32,7 @@ pub(in crate::qcow2) async fn reserve(env: &Env, end: u64) {
             env.io.wait().await;
             continue;
         };
-        let done = env.io.run(Op::extend(range.start, range.end - range.start)).await;
+        let done = env.io.submit(Op::extend(range.start, range.end - range.start)).await;
         {
             let mut state = env.state();
             state.writer.extending = false;
@@ -66,7 +66,7 @@ pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
         }
         range
     };
-    match env.io.run(Op::extend(block.start, block.end - block.start)).await {
+    match env.io.submit(Op::extend(block.start, block.end - block.start)).await {
         Err(Status::NoSpace) => Err(Status::NoSpace),
         _ => Ok(()),
     }
@@ -80,7 +80,7 @@ pub(in crate::qcow2) async fn free_reserved(env: &Env) -> IoResult {
         (used, state.writer.extended_to.unwrap_or(0))
     };
     if from < to && !env.state().writer.failed {
-        env.io.run(Op::punch(from, to - from)).await?;
+        env.io.submit(Op::punch(from, to - from)).await?;
     }
     Ok(())
 }

@@ -65,7 +65,7 @@ async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
         Step::InPlace(host, run) => {
             let run = run.min(STEP_MAX_BYTES);
             let op = add(env.write_op(host), source, at - position, run);
-            env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+            env.io.submit(op.in_epoch(&env.shared.epochs)).await?;
             Ok(run)
         }
         Step::Locked { count, host } => write_locked(env, rest, count, host).await,
@@ -160,7 +160,7 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     let op = tail.into_iter().fold(op, Op::with_buffer);
     let written_end = op.offset + op.bytes;
     reserve(env, written_end).await;
-    drop(env.io.run(op).await?);
+    drop(env.io.submit(op).await?);
     drop(bounce);
     {
         let mut state = env.state();

@@ -31,14 +31,14 @@ pub(in crate::qcow2) async fn clear(env: &Env, position: u64, bytes: u64, wanted
         (1u64 << state.cluster_bits(), state.layers[0].size)
     };
     // At the end of the device, the rest of the last cluster has no data, so the cluster counts as whole.
-    let whole_end = if end == size { end.next_multiple_of(cluster) } else { end - end % cluster };
+    let whole_end = if end == size { end } else { end - end % cluster };
     let whole = position.next_multiple_of(cluster)..whole_end;
     if whole.start >= whole.end {
         return clear_part(env, position, end, wanted).await;
     }
     clear_part(env, position, whole.start, wanted).await?;
     clear_whole(env, whole.start, whole.end, wanted).await?;
-    clear_part(env, whole.end.min(end), end, wanted).await
+    clear_part(env, whole.end, end, wanted).await
 }
 
 /// Writes zeroes to a part of a cluster, unless it reads as zeroes already.
@@ -52,6 +52,7 @@ async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRes
     }
 }
 
+/// `end` is the end of a cluster or of the device.
 async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
     let pause_bytes = CLUSTERS_AT_ONCE << env.state().cluster_bits();
     let (mut at, mut pause_at) = (position, position + pause_bytes);
@@ -63,13 +64,9 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
         match until_ready(env, |state| clear_entries(env, state, at, end, wanted)).await? {
             Next::At(next) => at = next,
             Next::Write(bytes) => {
-                let size = env.state().layers[0].size;
-                let bytes = bytes.min(size - at);
+                let bytes = bytes.min(end - at);
                 write(env, at, bytes, Source::Zeroes).await?;
                 at += bytes;
-                if at >= size {
-                    return Ok(());
-                }
             }
         }
     }
@@ -118,19 +115,19 @@ fn clear_entries(
             (Wanted::ZeroesKept, Entry::Zero { .. }) => old,
             (_, Entry::Unallocated) if !has_backing => old,
             (Wanted::ZeroesKept, Entry::Data { copied: true, .. }) if v3 => old | ZERO,
-            (Wanted::ZeroesKept, _) => return Ok(written_next(at, position, cluster)),
-            _ if has_backing && !v3 => return Ok(written_next(at, position, cluster)),
+            _ if wanted == Wanted::ZeroesKept || has_backing && !v3 => {
+                return Ok(if at > position { Next::At(at) } else { Next::Write(cluster) });
+            }
             _ => unmapped,
         };
         if new != old {
             if state.writer.failed {
                 return Err(NotReady::Failed(Status::Io));
             }
-            if let Err(reason) = state.may_change() {
+            let is_locked = state.writer.locked.contains(&(at >> bits));
+            let locked = if is_locked { Err(NotReady::Busy) } else { Ok(()) };
+            if let Err(reason) = state.may_change().and(locked) {
                 return if at == position { Err(reason) } else { Ok(Next::At(at)) };
-            }
-            if state.writer.locked.contains(&(at >> bits)) {
-                return if at == position { Err(NotReady::Busy) } else { Ok(Next::At(at)) };
             }
             // Checked here, because a snapshot may share the L2 table, which is then copied before the
             // change.
@@ -144,9 +141,4 @@ fn clear_entries(
         index += 1;
     }
     Ok(Next::At(at))
-}
-
-/// Everything before `at` is done; if that is nothing, the cluster at `at` must be written.
-fn written_next(at: u64, position: u64, cluster: u64) -> Next {
-    if at > position { Next::At(at) } else { Next::Write(cluster) }
 }

@@ -96,12 +96,9 @@ impl CommitSource {
         let size = device.limits().size_bytes();
         // The maps are made and the descriptors duplicated before the lock is taken, because a failure after it
         // would have to restore the lock of the chain.
-        let map_for = |size| {
-            let too_large =
-                format!("{} cannot be committed: it has more than 512 PiB", device.path().display());
-            map_for(size).map_err(|_| unsupported(too_large))
-        };
-        let (map, pass) = (map_for(size)?, map_for(size)?);
+        let too_large = format!("{} cannot be committed: it has more than 512 PiB", device.path().display());
+        let map = map_for(size).map_err(|_| unsupported(too_large))?;
+        let pass = map.cleared()?;
         pass.mark(0..size);
         let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
         let base = files.image.try_clone().map_err(cannot)?;
@@ -367,11 +364,7 @@ impl BlockCommit {
     fn copy_all<E: From<Error>>(&mut self, may_continue: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
         // The caller has flushed all metadata, so no flush is needed here.
         while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
-            while may_continue()? {
-                if !self.copy()? {
-                    break;
-                }
-            }
+            while may_continue()? && self.copy()? {}
             if !self.extents.is_empty() {
                 return Ok(false);
             }
@@ -422,12 +415,9 @@ fn already_ended() -> Error {
 
 impl Qcow2 {
     fn check_committable(&self) -> Result<&ImageFile, Error> {
-        let (snapshots, has_base) = {
-            let state = locked(&self.shared.state);
-            (state.top.header.snapshots, state.layers.len() > 1)
-        };
+        let snapshots = locked(&self.shared.state).top.header.snapshots;
         let refused = [
-            (!has_base, "it has no backing file"),
+            (self.shared.files.len() == 1, "it has no backing file"),
             (!self.writable || self.read_only.load(Relaxed), "it is read-only"),
             (snapshots > 0, "it contains internal snapshots, which the backing file cannot take over"),
         ];

@@ -116,9 +116,7 @@ impl Target {
     pub(in crate::qcow2) fn close(self) {
         match self {
             Target::Raw(raw) => raw.supersede(),
-            Target::Qcow2(qcow2) => {
-                let _ = qcow2.supersede();
-            }
+            Target::Qcow2(qcow2) => _ = qcow2.supersede(),
         }
     }
 }
@@ -159,16 +157,10 @@ impl Qcow2 {
         // The overlay reads the base by the tables that the base had when the overlay was opened, so no
         // cluster of them may be reused.
         locked(&qcow2.shared.state).writer.held = Some(Vec::new());
-        let is_shorter = qcow2.limits().size_bytes() < size;
-        let resized = if is_shorter { qcow2.resize(Some(size)).map(drop) } else { Ok(()) };
-        let target = Target::Qcow2(Box::new(qcow2));
-        match resized {
-            Ok(()) => Ok(target),
-            Err(error) => {
-                // Writes the tables back and ends the journal. The base stays locked meanwhile.
-                target.close();
-                Err(error)
-            }
+        if qcow2.limits().size_bytes() < size {
+            // After an error, this writes the tables back and ends the journal. The base stays locked meanwhile.
+            qcow2.resize(Some(size)).inspect_err(|_| _ = qcow2.supersede())?;
         }
+        Ok(Target::Qcow2(Box::new(qcow2)))
     }
 }

@@ -21,7 +21,7 @@ impl Qcow2 {
                 let align = state.layers[0].align.max(512) as usize;
                 (state.top.header.l1_offset, (state.top.l1.len() * 8).next_multiple_of(align))
             };
-            env.io.run(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
+            env.io.submit(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
             sync(&env).await
         })
     }
@@ -47,9 +47,8 @@ impl Qcow2 {
         let per_block = header.refcounts_per_block();
         let clusters = |offset: u64, bytes: u64| offset / cluster..(offset + bytes).div_ceil(cluster);
         let mut kept: BTreeSet<u64> = clusters(0, cluster).collect();
-        kept.extend(clusters(header.l1_offset, u64::from(header.l1_entries) * 8));
-        let table_bytes = u64::from(header.refcount_table_clusters) * cluster;
-        kept.extend(clusters(header.refcount_table_offset, table_bytes));
+        // The snapshot table is empty, because an image with snapshots is not committed.
+        kept.extend(header.tables().into_iter().flat_map(|(_, offset, bytes)| clusters(offset, bytes)));
         kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
         let end = self.file().size()?.div_ceil(cluster);
         let ends = kept.iter().map(|number| number + 1);
@@ -64,10 +63,10 @@ impl Qcow2 {
         };
         self.shared.run("free its clusters", move |env| async move {
             for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
-                env.io.run(env.write_op(*block).with_buffer(table(number))).await?;
+                env.io.submit(env.write_op(*block).with_buffer(table(number))).await?;
             }
             for (from, to) in holes.into_iter().filter(|(from, to)| from < to) {
-                env.io.run(Op::punch(from * cluster, (to - from) * cluster)).await?;
+                env.io.submit(Op::punch(from * cluster, (to - from) * cluster)).await?;
             }
             Ok(())
         })

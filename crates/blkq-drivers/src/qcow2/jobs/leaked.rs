@@ -77,7 +77,7 @@ impl Qcow2 {
                 }
                 // As in a flush of the metadata, the space is freed while the clusters are still allocated, and errors
                 // are ignored, because not every file system can punch holes.
-                let _ = env.io.run(Op::punch(host, count << bits)).await;
+                let _ = env.io.submit(Op::punch(host, count << bits)).await;
                 free_unused(&env, Clusters { host, count, fresh: false }).await;
             }
             Ok(())
@@ -100,9 +100,10 @@ fn find_leaked(file: &ImageFile, state: &State, deadline: Instant) -> Result<Vec
     let counts = vec![0; covered as usize];
     let mut references = References { file, deadline, cluster_bits, in_file, counts };
     references.add_table(0, cluster)?;
-    references.add_table(header.l1_offset, u64::from(header.l1_entries) * 8)?;
-    references
-        .add_table(header.refcount_table_offset, u64::from(header.refcount_table_clusters) * cluster)?;
+    let [l1_table, refcount_table, _] = header.tables();
+    for (_, offset, bytes) in [l1_table, refcount_table] {
+        references.add_table(offset, bytes)?;
+    }
     for block in blocks.iter().filter(|block| **block != 0) {
         references.add_table(*block, cluster)?;
     }

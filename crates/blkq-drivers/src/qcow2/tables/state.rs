@@ -189,10 +189,9 @@ impl State {
         &mut self,
         depth: usize,
         position: u64,
-        bytes: u64,
+        mut bytes: u64,
         extra: Option<&Extra>,
     ) -> Result<(Found, usize, u64), NotReady> {
-        let mut bytes = bytes;
         for layer in 0..depth {
             let size = self.layers[layer].size;
             if position >= size {
@@ -265,9 +264,8 @@ impl State {
     }
 
     /// Whether the bytes read as zeroes, according to the tables alone.
-    pub fn is_zero(&mut self, position: u64, bytes: u64) -> Result<bool, NotReady> {
+    pub fn is_zero(&mut self, mut position: u64, bytes: u64) -> Result<bool, NotReady> {
         let end = position + bytes;
-        let mut position = position;
         while position < end {
             match self.find(self.layers.len(), position, end - position, None)? {
                 (Found::Zero | Found::Unallocated, _, run) => position += run,
@@ -409,10 +407,9 @@ impl State {
         clusters.sort_unstable();
         let runs = clusters.chunk_by(|one, next| next - one <= 1);
         for run in runs.flat_map(|run| run.chunks(CLUSTERS_MAX as usize)) {
-            if let (Some(first), Some(last), true) =
-                (run.first(), run.last(), journal.has_room_for_released())
-            {
-                journal.append(Record::Released { first: *first, count: last - first + 1 });
+            if journal.has_room_for_released() {
+                let (first, last) = (run[0], run[run.len() - 1]);
+                journal.append(Record::Released { first, count: last - first + 1 });
             }
         }
     }
