@@ -36,14 +36,14 @@ const SECTOR_BYTES: usize = 512;
 const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
 
 #[derive(Default)]
-pub(in crate::qcow2) struct Stored {
+pub struct Stored {
     pub bitmaps: Vec<Bitmap>,
     pub warnings: Vec<String>,
     pub layout: Layout,
 }
 
 #[derive(Default)]
-pub(in crate::qcow2) struct Layout {
+pub struct Layout {
     /// Offset of the directory in the file.
     pub directory: u64,
     /// The content of the directory with all bitmaps marked as in use.
@@ -68,7 +68,7 @@ struct Entry {
 
 /// Reads the bitmaps of an image with a device of `size` bytes. Fails with [`ErrorKind::Format`] if the
 /// extension is damaged.
-pub(in crate::qcow2) fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Error> {
+pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Error> {
     let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
     let cluster = header.cluster_bytes();
     let file_bytes = file.size()?;
@@ -190,7 +190,7 @@ fn name_bytes(entry: &[u8]) -> usize {
 }
 
 /// The name in a directory entry; `None` if it is not within the entry.
-pub(in crate::qcow2) fn entry_name(entry: &[u8]) -> Option<&[u8]> {
+pub fn entry_name(entry: &[u8]) -> Option<&[u8]> {
     let at = ENTRY_BYTES.checked_add(u32_at(entry, EXTRA_BYTES_AT) as usize)?;
     entry.get(at..)?.get(..name_bytes(entry))
 }
@@ -255,7 +255,7 @@ impl Entry {
 }
 
 #[derive(Clone)]
-pub(in crate::qcow2) struct BitmapEntry {
+pub struct BitmapEntry {
     pub name: String,
     granularity: u64,
     state: BitmapState,
@@ -320,7 +320,7 @@ impl BitmapEntry {
 
 /// A change of bytes in the header cluster. It must be durable before the next change is written.
 #[derive(Debug)]
-pub(in crate::qcow2) struct HeaderChange {
+pub struct HeaderChange {
     pub at: usize,
     pub bytes: Vec<u8>,
 }
@@ -331,10 +331,7 @@ pub(in crate::qcow2) struct HeaderChange {
 /// A power loss may leave any sectors of a change unwritten. So each change either fits into one sector, or
 /// writes only bytes that no program reads yet: those after the end marker of the extensions, and beside the
 /// backing file's name. While the autoclear bit of the bitmaps is clear, programs ignore the extension.
-pub(in crate::qcow2) fn plan_extension(
-    old: &[u8],
-    extension: Option<&BitmapsExtension>,
-) -> Result<Vec<HeaderChange>, Error> {
+pub fn plan_extension(old: &[u8], extension: Option<&BitmapsExtension>) -> Result<Vec<HeaderChange>, Error> {
     if u32_at(old, 4) < 3 {
         return Err(unsupported(
             "it is of version 2, which has no bitmaps; convert it with `qemu-img amend -o compat=v3`",

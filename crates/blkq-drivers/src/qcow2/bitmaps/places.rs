@@ -28,7 +28,7 @@ struct Place {
 }
 
 #[derive(Clone, Default)]
-pub(in crate::qcow2) struct Places {
+pub struct Places {
     directory: Option<Clusters>,
     places: Vec<Place>,
     /// Clusters of loaded bitmaps that could not be adopted; released once a new directory is written.
@@ -84,7 +84,7 @@ impl Places {
 
 /// Adopts the clusters of loaded bitmaps, which are marked as in use, for `named`. This needs clusters for
 /// all bits that nothing else uses; else none is adopted, and all bitmaps get new clusters.
-pub(in crate::qcow2) async fn adopt(env: &Env, layout: Layout, named: Vec<BitmapEntry>) -> Places {
+pub async fn adopt(env: &Env, layout: Layout, named: Vec<BitmapEntry>) -> Places {
     let cluster = 1 << env.state().cluster_bits();
     let run =
         |host: u64, bytes: usize| Clusters { host, count: (bytes as u64).div_ceil(cluster), fresh: false };
@@ -138,11 +138,7 @@ async fn is_exclusive(env: &Env, places: &Places, cluster: u64) -> bool {
 /// Writes a new directory that names `named`, marked as in use and each with space for its bits, and makes
 /// the header refer to it, durably. Returns the new places; after an error, the image keeps the old ones. Old
 /// clusters are kept where they suit, and else released.
-pub(in crate::qcow2) async fn exchange(
-    env: &Env,
-    old: Places,
-    named: Vec<BitmapEntry>,
-) -> Result<Places, Status> {
+pub async fn exchange(env: &Env, old: Places, named: Vec<BitmapEntry>) -> Result<Places, Status> {
     let mut taken = Vec::new();
     let exchanged = write_directory(env, &old, named, &mut taken).await;
     let Ok(new) = exchanged else {
@@ -203,7 +199,7 @@ async fn write_directory(
 
 /// Changes the header to name the directory of `extension`, or none, durably. Fails with
 /// [`Status::NotSupported`] if the header has no room.
-pub(in crate::qcow2) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
+pub async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
     let changes =
         plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
     for HeaderChange { at, bytes } in changes {
@@ -262,7 +258,7 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
 
 /// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably; after an error
 /// they stay marked as in use. Nothing may be written to the device afterwards.
-pub(in crate::qcow2) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
+pub async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
     let (size, cluster) = {
         let header = &env.state().top.header;
         (header.size, header.cluster_bytes())
@@ -320,14 +316,14 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
     Ok(clusters)
 }
 
-pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
+pub async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
     let align = env.state().layers[0].align.max(512) as usize;
     let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
     buffer[..bytes.len()].copy_from_slice(bytes);
     env.io.submit(env.write_op(offset).with_buffer(buffer)).await.map(drop)
 }
 
-pub(in crate::qcow2) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
+pub async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
     let cluster = 1 << env.state().cluster_bits();
     Ok(env.read(0, 0, cluster).await?.to_vec())
 }

@@ -28,7 +28,7 @@ struct PersistentBitmaps {
     marked: bool,
 }
 
-pub(in crate::qcow2) struct Qcow2Bitmaps {
+pub struct Qcow2Bitmaps {
     shared: Arc<Shared>,
     writable: bool,
     persistent: Mutex<PersistentBitmaps>,

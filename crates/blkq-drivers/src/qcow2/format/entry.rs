@@ -3,17 +3,17 @@
 use blkq::Status;
 
 /// Only this entry refers to the cluster (its refcount is 1), so it may be overwritten in place.
-pub(in crate::qcow2) const COPIED: u64 = 1 << 63;
+pub const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 /// The cluster reads as zeroes, whether one is allocated or not.
-pub(in crate::qcow2) const ZERO: u64 = 1;
-pub(in crate::qcow2) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+pub const ZERO: u64 = 1;
+pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// Most bytes of an L2 table or a refcount block that are read, changed and written together.
-pub(in crate::qcow2) const SLICE_MAX_BYTES: u64 = 4096;
+pub const SLICE_MAX_BYTES: u64 = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Entry {
+pub enum Entry {
     /// The backing file has the bytes. Without one they read as zeroes.
     Unallocated,
     /// Zeroes. `host` is the cluster that is allocated for them, if there is one.
@@ -59,7 +59,7 @@ impl Entry {
 
 /// The offset of the table that an entry of the L1 table or of the refcount table names. Fails with
 /// [`Status::Io`] if the offset is not the start of a cluster.
-pub(in crate::qcow2) fn table_offset(entry: u64, cluster_bits: u32) -> Result<Option<u64>, Status> {
+pub fn table_offset(entry: u64, cluster_bits: u32) -> Result<Option<u64>, Status> {
     match entry & OFFSET {
         0 => Ok(None),
         offset if offset.is_multiple_of(1 << cluster_bits) => Ok(Some(offset)),

@@ -6,32 +6,32 @@ use blkq::Error;
 
 use crate::errors::{malformed, unsupported};
 
-pub(in crate::qcow2) const MAGIC: [u8; 4] = *b"QFI\xfb";
+pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Bytes of the largest header that blkq knows, without extensions. They contain the size of a cluster.
-pub(in crate::qcow2) const FIXED_BYTES: usize = 112;
+pub const FIXED_BYTES: usize = 112;
 /// Offsets in the header: the refcount table's offset and number of clusters.
-pub(in crate::qcow2) const REFCOUNT_TABLE_AT: usize = 48;
-pub(in crate::qcow2) const NAME_OFFSET_AT: usize = 8;
-pub(in crate::qcow2) const SIZE_AT: usize = 24;
+pub const REFCOUNT_TABLE_AT: usize = 48;
+pub const NAME_OFFSET_AT: usize = 8;
+pub const SIZE_AT: usize = 24;
 /// The number of L1 entries and the L1 table's offset.
-pub(in crate::qcow2) const L1_AT: usize = 36;
+pub const L1_AT: usize = 36;
 /// The autoclear features: a program that does not know one of them clears it when it opens the image for
 /// writing.
-pub(in crate::qcow2) const AUTOCLEAR_AT: usize = 92;
+pub const AUTOCLEAR_AT: usize = 92;
 /// The journal's tag. It is the upper half of the autoclear features, in which QEMU defines none, so QEMU
 /// clears the tag when it opens the image for writing.
-pub(in crate::qcow2) const TAG_AT: usize = 88;
+pub const TAG_AT: usize = 88;
 
 /// Largest L1 table and refcount table, the same as in QEMU.
-pub(in crate::qcow2) const L1_MAX_BYTES: u64 = 32 << 20;
-pub(in crate::qcow2) const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
+pub const L1_MAX_BYTES: u64 = 32 << 20;
+pub const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
 /// Longest name of a backing file, by the specification.
-pub(in crate::qcow2) const NAME_MAX_BYTES: usize = 1023;
+pub const NAME_MAX_BYTES: usize = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
 /// Bytes of an entry of the snapshot table without its variable-length fields.
-pub(in crate::qcow2) const SNAPSHOT_BYTES: u64 = 40;
+pub const SNAPSHOT_BYTES: u64 = 40;
 /// Most bytes of the extra data of a snapshot that the specification defines.
-pub(in crate::qcow2) const SNAPSHOT_EXTRA_MAX_BYTES: u64 = 24;
+pub const SNAPSHOT_EXTRA_MAX_BYTES: u64 = 24;
 
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
@@ -39,30 +39,30 @@ const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-pub(in crate::qcow2) const AUTOCLEAR_BITMAPS: u32 = 1;
+pub const AUTOCLEAR_BITMAPS: u32 = 1;
 
-pub(in crate::qcow2) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+pub const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 /// Bytes of a header extension before its data: the type and the length of the data.
-pub(in crate::qcow2) const EXTENSION_HEAD_BYTES: usize = 8;
+pub const EXTENSION_HEAD_BYTES: usize = 8;
 const BITMAPS_EXTENSION_BYTES: usize = 24;
-pub(in crate::qcow2) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
-pub(in crate::qcow2) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
+pub const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+pub const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Compression {
+pub enum Compression {
     Deflate,
     Zstd,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) struct BackingName {
+pub struct BackingName {
     pub name: Vec<u8>,
     /// The recorded format, `raw` or `qcow2` for example; `None` if the header does not record it.
     pub format: Option<String>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) struct BitmapsExtension {
+pub struct BitmapsExtension {
     pub count: u32,
     pub directory_bytes: u64,
     pub directory: u64,
@@ -84,7 +84,7 @@ impl BitmapsExtension {
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) struct Header {
+pub struct Header {
     pub version: u32,
     pub cluster_bits: u32,
     /// Virtual size in bytes.
@@ -110,7 +110,7 @@ pub(in crate::qcow2) struct Header {
 }
 
 /// The size of a cluster, from the first bytes of an image. Errors are as for [`Header::parse`].
-pub(in crate::qcow2) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
+pub fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
     if fixed.len() < FIXED_BYTES || fixed[..4] != MAGIC {
         return Err(malformed("it has no qcow2 header"));
     }
@@ -275,7 +275,7 @@ fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName,
 }
 
 /// The extension for bitmaps. Fails with [`blkq::ErrorKind::Format`] if it is damaged or there are several.
-pub(in crate::qcow2) fn bitmaps_extension<'a, 'b>(
+pub fn bitmaps_extension<'a, 'b>(
     extensions: &'a [Extension<'b>],
 ) -> Result<Option<&'a Extension<'b>>, Error> {
     let mut all = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
@@ -286,7 +286,7 @@ pub(in crate::qcow2) fn bitmaps_extension<'a, 'b>(
     Ok(found)
 }
 
-pub(in crate::qcow2) struct Extension<'a> {
+pub struct Extension<'a> {
     pub kind: u32,
     pub at: usize,
     pub data: &'a [u8],
@@ -300,7 +300,7 @@ impl Extension<'_> {
 
 /// The extensions of a header of `header_bytes`, up to their end marker or to the name of the backing file.
 /// Fails with [`blkq::ErrorKind::Format`] if an extension does not end before that.
-pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
+pub fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
     let end = match u64_at(bytes, 8) {
         0 => bytes.len(),
         name => usize::try_from(name).map_or(bytes.len(), |name| name.min(bytes.len())),
@@ -324,13 +324,13 @@ pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<
     Ok(found)
 }
 
-pub(in crate::qcow2) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
     u64::from_be_bytes(number)
 }
 
-pub(in crate::qcow2) fn u32_at(bytes: &[u8], at: usize) -> u32 {
+pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut number = [0; 4];
     number.copy_from_slice(&bytes[at..at + 4]);
     u32::from_be_bytes(number)

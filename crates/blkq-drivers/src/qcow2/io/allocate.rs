@@ -20,7 +20,7 @@ use super::reserve::reserve_l1;
 const SEARCH_MAX: usize = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) struct Clusters {
+pub struct Clusters {
     pub host: u64,
     pub count: u64,
     /// The clusters read as zeroes.
@@ -62,7 +62,7 @@ async fn provide(env: &Env, reason: NotReady) -> IoResult {
 }
 
 /// Repeats `attempt` until it is done or fails for good, and provides in between what it was lacking.
-pub(in crate::qcow2) async fn until_ready<T>(
+pub async fn until_ready<T>(
     env: &Env,
     mut attempt: impl FnMut(&mut State) -> Result<T, NotReady>,
 ) -> Result<T, Status> {
@@ -79,19 +79,19 @@ pub(in crate::qcow2) async fn until_ready<T>(
 /// Allocates `count` contiguous clusters, or fewer if fewer are free in a row. If the process is killed
 /// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied. Fails with
 /// [`Status::NoSpace`] if the file cannot have more clusters.
-pub(in crate::qcow2) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
+pub async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
     until_ready(env, |state| find_free(state, count, allocate_refcounts)).await
 }
 
 /// As [`allocate`], for clusters that the L1 and L2 tables do not refer to, such as those of bitmaps: if the
 /// process is killed, they stay allocated.
-pub(in crate::qcow2) async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
+pub async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
     let take: Take = |state, place, first, count| set_refcounts(state, place, first, count, 1);
     until_ready(env, |state| find_free(state, count, take)).await
 }
 
 /// Frees clusters that were allocated and to which nothing refers.
-pub(in crate::qcow2) async fn free_unused(env: &Env, clusters: Clusters) {
+pub async fn free_unused(env: &Env, clusters: Clusters) {
     let mut cluster = clusters.host >> env.state().cluster_bits();
     let end = cluster + clusters.count;
     while cluster < end {
@@ -337,13 +337,13 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
     Ok(())
 }
 
-pub(in crate::qcow2) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
+pub async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     write_header(env, at, bytes).await?;
     sync(env).await
 }
 
 /// Changes bytes of the header, without a sync. After a failed write, nothing more is written to the tables.
-pub(in crate::qcow2) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
+pub async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
     let start = at - at % sector;
     let end = (at + bytes.len()).next_multiple_of(sector);

@@ -14,7 +14,7 @@ use super::operations::{Action, Executor, Memory, Submitted};
 use super::write::{Source, write};
 
 /// Runs the task that `task` returns, while no queue does I/O. `what` completes the message "cannot ...".
-pub(in crate::qcow2) fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
+pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
     shared: &Arc<Shared>,
     what: &str,
     task: impl FnOnce(Rc<Env>) -> F,
@@ -54,11 +54,7 @@ impl Shared {
 }
 
 /// Writes `data` at `position` of the device, while no queue does I/O.
-pub(in crate::qcow2) fn write_data(
-    shared: &Arc<Shared>,
-    position: u64,
-    mut data: IoBuffer,
-) -> Result<(), Error> {
+pub fn write_data(shared: &Arc<Shared>, position: u64, mut data: IoBuffer) -> Result<(), Error> {
     let (bytes, segment) = (data.len() as u64, Segment::new(data.as_mut_ptr(), data.len() as u32));
     // SAFETY: the buffer outlives `run`, which performs all operations before it returns, and no other
     // request in this environment has the tag.
@@ -69,7 +65,7 @@ pub(in crate::qcow2) fn write_data(
 
 /// Performs an operation; of a transfer at least a part of the first piece. Returns the result as io_uring
 /// does: the count, or a negative errno.
-pub(in crate::qcow2) fn perform(file: RawFd, operation: &Submitted) -> i32 {
+pub fn perform(file: RawFd, operation: &Submitted) -> i32 {
     let (offset, bytes) = (operation.range.start, operation.range.end - operation.range.start);
     let (Ok(offset), Ok(bytes)) = (i64::try_from(offset), i64::try_from(bytes)) else { return -libc::EINVAL };
     let (memory, length) = operation

@@ -16,7 +16,7 @@ use super::inflate::Compressed;
 const READ_MAX_BYTES: u64 = 1 << 20;
 
 /// Reads slices of tables without the cache, which only the queue fills.
-pub(in crate::qcow2) struct BlockingReader {
+pub struct BlockingReader {
     shared: Arc<Shared>,
     /// At most one slice of each image, because a lookup may need one of each.
     extra: Extra,

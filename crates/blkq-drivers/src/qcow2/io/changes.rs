@@ -15,7 +15,7 @@ const REGION_MIN_BYTES: u64 = 1 << 16;
 const BITS_MAX: u64 = 1 << 25;
 
 #[derive(Default)]
-pub(in crate::qcow2) struct Changes {
+pub struct Changes {
     tracked: AtomicBool,
     /// `None` unless changes are tracked.
     map: Mutex<Option<Bitmap>>,
@@ -52,13 +52,13 @@ impl Changes {
 }
 
 /// An empty map for a device of `size` bytes. Fails for a device that is too large for a bitmap, more than 512 PiB.
-pub(in crate::qcow2) fn map_for(size: u64) -> Result<Bitmap, Error> {
+pub fn map_for(size: u64) -> Result<Bitmap, Error> {
     let region_bytes = size.div_ceil(BITS_MAX).next_power_of_two().clamp(REGION_MIN_BYTES, GRANULARITY_MAX);
     Bitmap::new("changes", region_bytes, size, BitmapState::Recording)
 }
 
 /// The first run of changed bytes from byte `at` on.
-pub(in crate::qcow2) fn next_changed(map: &Bitmap, mut at: u64) -> Option<Range<u64>> {
+pub fn next_changed(map: &Bitmap, mut at: u64) -> Option<Range<u64>> {
     // One extent at a time: what follows the first changed run may be long, and is not searched.
     loop {
         let extent = map.extents(at..map.size(), 1).pop()?;

@@ -19,9 +19,9 @@ use super::inflate::{Compressed, Inflater, Place};
 use super::operations::{Io, Op};
 
 /// Memory for copies and decompressed clusters at a time, in bytes.
-pub(in crate::qcow2) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
+pub const BOUNCE_MAX_BYTES: u64 = 64 << 20;
 
-pub(in crate::qcow2) struct Shared {
+pub struct Shared {
     pub state: Mutex<State>,
     /// The files of the chain, the active image first.
     pub files: Vec<Arc<ImageFile>>,
@@ -41,9 +41,9 @@ impl Shared {
     }
 }
 
-pub(in crate::qcow2) type Decompressed = (Place, Rc<Vec<u8>>);
+pub type Decompressed = (Place, Rc<Vec<u8>>);
 
-pub(in crate::qcow2) struct Env {
+pub struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
@@ -151,7 +151,7 @@ impl Env {
 }
 
 /// Memory for copies that is reserved until this is dropped.
-pub(in crate::qcow2) struct Bounce<'a> {
+pub struct Bounce<'a> {
     env: &'a Env,
     bytes: u64,
 }

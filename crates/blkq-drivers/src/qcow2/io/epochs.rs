@@ -11,7 +11,7 @@ use blkq::sync::atomic::Ordering::Relaxed;
 /// All accesses are `Relaxed`: they run on the queue's thread, or on another thread while no queue does I/O,
 /// so that handing over the image orders them.
 #[derive(Default)]
-pub(in crate::qcow2) struct Epochs {
+pub struct Epochs {
     in_flight: [AtomicU32; 2],
     present: AtomicU32,
 }
@@ -42,7 +42,7 @@ impl Epochs {
     }
 }
 
-pub(in crate::qcow2) struct InEpoch {
+pub struct InEpoch {
     epochs: Arc<Epochs>,
     epoch: usize,
 }

@@ -15,7 +15,7 @@ use crate::qcow2::tables::state::Found;
 use super::blocking_reader::BlockingReader;
 use super::env::Shared;
 
-pub(in crate::qcow2) fn of_chain(
+pub fn of_chain(
     shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,
@@ -45,7 +45,7 @@ pub(in crate::qcow2) fn of_chain(
 
 /// The depths in the chain at which the bytes of `range` are allocated, as at most `max` runs. As in QEMU,
 /// the bytes beyond the end of a backing file count as allocated in it.
-pub(in crate::qcow2) fn depths(
+pub fn depths(
     shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,

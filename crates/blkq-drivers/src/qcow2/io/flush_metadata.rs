@@ -27,7 +27,7 @@ const WRITES_MAX: usize = 32;
 /// Writes all dirty tables. If `durable`, also makes everything durable that was written before. Tables that
 /// were not written stay dirty. After a failed sync every later flush fails too, because the kernel may have
 /// dropped the data that the sync should have written (fsync(2)).
-pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
+pub async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
     while !begin(&mut env.state())? {
         env.io.wait().await;
     }
@@ -39,14 +39,14 @@ pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResu
 
 /// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
 /// returned true.
-pub(in crate::qcow2) async fn flush_refcounts(env: &Env) -> IoResult {
+pub async fn flush_refcounts(env: &Env) -> IoResult {
     sync_tag(env).await?;
     let dirty = env.state().cache.take_dirty(Table::Refcounts);
     write_slices(env, dirty).await?;
     sync(env).await
 }
 
-pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
+pub async fn sync(env: &Env) -> IoResult {
     let synced = env.io.submit(Op::sync()).await;
     if synced.is_err() {
         env.state().writer.failed = true;
@@ -61,7 +61,7 @@ async fn sync_tag(env: &Env) -> IoResult {
 }
 
 /// Begins a flush. Returns false if another task is flushing. Fails with [`Status::Io`] after a failed sync.
-pub(in crate::qcow2) fn begin(state: &mut State) -> Result<bool, Status> {
+pub fn begin(state: &mut State) -> Result<bool, Status> {
     if state.writer.failed {
         return Err(Status::Io);
     }
@@ -230,7 +230,7 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
 }
 
 /// The refcount of the cluster at byte `host`; `None` if it cannot be read. Leaves its slice in the cache.
-pub(in crate::qcow2) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
+pub async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     // Repeated, because the slice may be evicted between its load and the lookup.
     for _ in 0..8 {
         let found = {

@@ -11,14 +11,14 @@ use super::flush_metadata::{flush_metadata, sync};
 use super::zero::{Wanted, clear};
 
 /// The largest virtual size in bytes for which the clusters of the L1 table have entries.
-pub(in crate::qcow2) fn room(state: &State) -> u64 {
+pub fn room(state: &State) -> u64 {
     let header = &state.top.header;
     let bytes = (u64::from(header.l1_entries) * 8).next_multiple_of(header.cluster_bytes());
     (bytes / 8).saturating_mul(header.l2_covers()).min(i64::MAX as u64)
 }
 
 /// Grows the device to `bytes`, at most [`room`]. The new part reads as zeroes.
-pub(in crate::qcow2) async fn grow(env: &Env, bytes: u64) -> IoResult {
+pub async fn grow(env: &Env, bytes: u64) -> IoResult {
     flush_metadata(env, true).await?;
     let (counted, entries, l1_offset, align) = {
         let mut state = env.state();

@@ -22,9 +22,9 @@ const WINDOW_MAX_BYTES: u64 = 8 << 20;
 const STACK_BYTES: usize = 256 << 10;
 
 /// Where the compressed data of a cluster begins: the layer, and the byte of its file.
-pub(in crate::qcow2) type Place = (u8, u64);
+pub type Place = (u8, u64);
 
-pub(in crate::qcow2) struct Compressed {
+pub struct Compressed {
     buffer: IoBuffer,
     /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
     /// data may follow.
@@ -99,7 +99,7 @@ type Job = (Place, Compressed);
 type Inflated = (Place, Result<Vec<u8>, Status>);
 
 /// The thread that decompresses for a queue: started when first needed, exits when this is dropped.
-pub(in crate::qcow2) struct Inflater {
+pub struct Inflater {
     wake: Arc<dyn Wake>,
     thread: Option<(Sender<Job>, Receiver<Inflated>)>,
 }

@@ -24,7 +24,7 @@ static ZEROES: Zeroes = Zeroes([0; _]);
 const ATTEMPTS_MAX: u32 = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(in crate::qcow2) enum Action {
+pub enum Action {
     #[default]
     Read,
     Write,
@@ -45,7 +45,7 @@ impl Action {
 
 /// Owns the memory that the kernel uses, unless that is the memory of a request.
 #[derive(Default)]
-pub(in crate::qcow2) struct Op {
+pub struct Op {
     pub action: Action,
     /// The image of the chain whose file this is for.
     pub layer: u8,
@@ -202,7 +202,7 @@ impl Op {
     }
 }
 
-pub(in crate::qcow2) struct Memory {
+pub struct Memory {
     tag: Tag,
     segments: Vec<Segment>,
 }
@@ -263,7 +263,7 @@ struct Slot {
 }
 
 /// An operation to perform without a ring. Its memory is valid until [`Io::complete`] gets its result.
-pub(in crate::qcow2) struct Submitted {
+pub struct Submitted {
     pub place: u32,
     pub action: Action,
     pub layer: u8,
@@ -289,7 +289,7 @@ struct State {
 
 /// The operations in flight of one thread, and the tasks that wait for them.
 #[derive(Default)]
-pub(in crate::qcow2) struct Io(RefCell<State>);
+pub struct Io(RefCell<State>);
 
 impl Io {
     /// Submits an operation. Its memory stays valid until it has completed, even if the waiting task is
@@ -415,7 +415,7 @@ impl Io {
     }
 }
 
-pub(in crate::qcow2) struct Running<'a> {
+pub struct Running<'a> {
     io: &'a Io,
     place: u32,
 }
@@ -457,7 +457,7 @@ impl Drop for Running<'_> {
 type Task = Pin<Box<dyn Future<Output = ()>>>;
 
 #[derive(Default)]
-pub(in crate::qcow2) struct Executor {
+pub struct Executor {
     tasks: Vec<Option<Task>>,
     free: Vec<u32>,
 }

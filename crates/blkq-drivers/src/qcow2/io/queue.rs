@@ -22,13 +22,13 @@ use super::read::read;
 use super::write::{Source, write};
 use super::zero::{Wanted, clear};
 
-pub(in crate::qcow2) const SEGMENTS_MAX: u16 = 128;
+pub const SEGMENTS_MAX: u16 = 128;
 
 /// Marks the completion of a request on the fast path; the bits below are its tag. Without this bit, the
 /// payload is the slot of a task's operation.
 const PLAIN: u64 = 1 << 40;
 
-pub(in crate::qcow2) struct Qcow2Queue {
+pub struct Qcow2Queue {
     env: Rc<Env>,
     executor: Executor,
     files: Vec<FileSlot>,

@@ -16,7 +16,7 @@ const READS_MAX: usize = 64;
 
 /// Reads `bytes` from `position` of the device on into the memory of a request. Fails with [`Status::Io`] if
 /// the tables are damaged.
-pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) -> IoResult {
+pub async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) -> IoResult {
     let (mut done, mut running) = (0, Vec::new());
     let (mut result, mut bounce) = (Ok(()), None);
     while done < bytes && result.is_ok() {
@@ -56,7 +56,7 @@ pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory:
 }
 
 /// Reads `bytes` from `position` of the device on. The caller has reserved the memory ([`Env::reserve`]).
-pub(in crate::qcow2) async fn read_device(env: &Env, position: u64, bytes: u64) -> Result<IoBuffer, Status> {
+pub async fn read_device(env: &Env, position: u64, bytes: u64) -> Result<IoBuffer, Status> {
     let mut buffer = IoBuffer::zeroed(bytes as usize);
     let mut done = 0;
     while done < bytes {

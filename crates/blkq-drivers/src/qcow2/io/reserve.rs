@@ -16,7 +16,7 @@ const MOST_BYTES: u64 = 64 << 20;
 /// Extends the file for a write up to byte `end`, and some more. If this fails, for example on a full file
 /// system or one without fallocate(2), the write continues without it. In some images a cluster may lie far
 /// beyond the end of the file: what is between stays a hole.
-pub(in crate::qcow2) async fn reserve(env: &Env, end: u64) {
+pub async fn reserve(env: &Env, end: u64) {
     loop {
         let range = {
             let mut state = env.state();
@@ -52,7 +52,7 @@ const BLOCK_BYTES: u64 = 4096;
 /// Allocates the block of the file that contains entry `index` of the L1 table. qemu-img leaves the table a
 /// hole, and on a full file system a flush could then not write the entry, although the writes before it
 /// completed. Succeeds if the file system cannot reserve space.
-pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
+pub async fn reserve_l1(env: &Env, index: usize) -> IoResult {
     let block = {
         let state = env.state();
         let Tables { header, l1 } = &state.top;
@@ -73,7 +73,7 @@ pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
 }
 
 /// Frees the space that was reserved beyond the last cluster that was ever allocated.
-pub(in crate::qcow2) async fn free_reserved(env: &Env) -> IoResult {
+pub async fn free_reserved(env: &Env) -> IoResult {
     let (from, to) = {
         let state = env.state();
         let used = state.writer.fresh_from.checked_shl(state.cluster_bits()).unwrap_or(u64::MAX);

@@ -18,7 +18,7 @@ use super::reserve::reserve;
 const STEP_MAX_BYTES: u64 = 2 << 20;
 
 #[derive(Clone, Copy)]
-pub(in crate::qcow2) enum Source<'a> {
+pub enum Source<'a> {
     Memory(&'a Memory),
     Zeroes,
 }
@@ -43,7 +43,7 @@ enum Step {
 
 /// Writes `bytes` from `position` of the device on. Fails with [`Status::NoSpace`], or with [`Status::Io`] if
 /// the tables are damaged.
-pub(in crate::qcow2) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
+pub async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
     let end = position + bytes;
     let (mut at, mut has_freed) = (position, false);
     while at < end {
@@ -220,7 +220,7 @@ async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
     .await
 }
 
-pub(in crate::qcow2) fn release(env: &Env, state: &mut State, old: Entry) {
+pub fn release(env: &Env, state: &mut State, old: Entry) {
     // The cached content may belong to this cluster, whose offset may soon be reused.
     if matches!(old, Entry::Compressed { .. }) {
         env.decompressed.borrow_mut().take();

@@ -15,7 +15,7 @@ use super::write::{Source, release, write};
 const CLUSTERS_AT_ONCE: u64 = 2048;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Wanted {
+pub enum Wanted {
     /// The data is no longer needed, and may read as anything.
     Discard,
     /// The range must read as zeroes. Its space may be freed.
@@ -24,7 +24,7 @@ pub(in crate::qcow2) enum Wanted {
     ZeroesKept,
 }
 
-pub(in crate::qcow2) async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) -> IoResult {
+pub async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) -> IoResult {
     let end = position + bytes;
     let (cluster, size) = {
         let state = env.state();

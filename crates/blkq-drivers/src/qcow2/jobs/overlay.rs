@@ -164,7 +164,7 @@ impl Qcow2 {
 }
 
 /// The current path of `file`. Fails with [`blkq::ErrorKind::Unsupported`] if no path leads to the file any longer.
-pub(in crate::qcow2) fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
+pub fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     let path = &file.path;
     let found = file.metadata().ok().and_then(|mine| {
         // The old path comes first: it may be a symbolic link that must be kept (`prefer_link`).

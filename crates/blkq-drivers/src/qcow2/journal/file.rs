@@ -43,11 +43,11 @@ const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
 const CROWDED: usize = RECORDS / 4;
 
 /// Most clusters in a record: the refcounts in a slice of a refcount block, at one bit each.
-pub(in crate::qcow2) const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
+pub const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
 
 /// Tasks that may change tables at the same time. Each appends a few records. The limit leaves room for their
 /// records and the refcount blocks that they need, beyond what [`Journal::has_room`] allows others.
-pub(in crate::qcow2) const CHANGES_MAX: usize = RECORDS / 32;
+pub const CHANGES_MAX: usize = RECORDS / 32;
 
 /// Indices of the words in the header.
 const MAGIC_AT: usize = 0;
@@ -102,7 +102,7 @@ impl Journals {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Record {
+pub enum Record {
     /// `count` entries of an L2 table, the first at byte `offset` of the file. The first becomes `entry`;
     /// each further one refers to the cluster after that of the one before.
     L2 { offset: u64, entry: u64, count: u64 },
@@ -153,7 +153,7 @@ impl Record {
 
 /// The changes that a killed process left for an image.
 #[derive(PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Left {
+pub enum Left {
     /// The journal does not belong to the image, or does not exist.
     Nothing,
     Records(Vec<Record>),
@@ -172,7 +172,7 @@ impl Left {
     }
 }
 
-pub(in crate::qcow2) struct Journal {
+pub struct Journal {
     words: Words,
     pub path: PathBuf,
     boot: (u64, u64),
@@ -399,7 +399,7 @@ impl Journal {
 
 /// Opens the journal of `image`, whose header has a journal's tag. If that fails, the journal may
 /// contain writes that the image lacks.
-pub(in crate::qcow2) fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
+pub fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
     Journal::find(journals, image.identity).map_err(|error| {
         let message = format!(
             "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair \
@@ -411,7 +411,7 @@ pub(in crate::qcow2) fn find(journals: &Journals, image: &ImageFile) -> Result<O
 }
 
 /// The warning that `image`, whose header has no tag, lacks writes that its journal has.
-pub(in crate::qcow2) fn find_ignored(journals: &Journals, image: &ImageFile) -> Option<String> {
+pub fn find_ignored(journals: &Journals, image: &ImageFile) -> Option<String> {
     let journal = Journal::find(journals, image.identity).ok().flatten()?;
     journal.has_ignored_writes(image.birth()).then(|| {
         format!(
@@ -425,7 +425,7 @@ pub(in crate::qcow2) fn find_ignored(journals: &Journals, image: &ImageFile) -> 
 /// Rejects `image` as the backing file of the image `overlay` if it lacks writes that its journal
 /// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
 /// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
-pub(in crate::qcow2) fn check_base(
+pub fn check_base(
     journals: &Journals,
     image: &ImageFile,
     tag: u32,
@@ -440,7 +440,7 @@ pub(in crate::qcow2) fn check_base(
 }
 
 /// The error for an image that lacks the writes of its journal and is not opened for writing.
-pub(in crate::qcow2) fn lacking(path: &Path) -> Error {
+pub fn lacking(path: &Path) -> Error {
     unsupported(format!(
         "{} lacks writes that a killed process left in its journal; open it for writing once to apply them",
         path.display()

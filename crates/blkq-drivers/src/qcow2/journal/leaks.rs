@@ -13,7 +13,7 @@ const NOTED_MAX: usize = 1 << 20;
 
 /// Tracks clusters, by number, while the records of a journal are applied.
 #[derive(Default)]
-pub(in crate::qcow2) struct Leaks {
+pub struct Leaks {
     cluster_bits: u32,
     /// Allocated since the first record. Any reference to one of these clusters is in a later record.
     allocated: BTreeSet<u64>,

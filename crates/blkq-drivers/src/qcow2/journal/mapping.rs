@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-pub(in crate::qcow2) struct Words {
+pub struct Words {
     first: NonNull<AtomicU64>,
     len: usize,
 }

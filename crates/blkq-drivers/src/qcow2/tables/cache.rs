@@ -6,18 +6,18 @@ use std::ops::Range;
 use crate::qcow2::format::header::u64_at;
 
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
-pub(in crate::qcow2) const CACHE_BYTES: usize = 8 << 20;
+pub const CACHE_BYTES: usize = 8 << 20;
 /// The dirty slices should be written once they are `1 / DIRTY_PART` of all slices.
 const DIRTY_PART: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub(in crate::qcow2) struct Key {
+pub struct Key {
     pub layer: u8,
     pub offset: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(in crate::qcow2) enum Table {
+pub enum Table {
     #[default]
     L2,
     Refcounts,
@@ -37,7 +37,7 @@ struct Slot {
 }
 
 /// The cached slices. A slot number is valid until the next [`Cache::insert`].
-pub(in crate::qcow2) struct Cache {
+pub struct Cache {
     slots: Vec<Slot>,
     places: HashMap<Key, usize>,
     bytes: Vec<u8>,

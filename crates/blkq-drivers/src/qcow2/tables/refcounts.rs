@@ -9,7 +9,7 @@ use super::cache::{Key, Table};
 use super::state::{NotReady, State};
 
 /// Refcount `index` of a slice, with refcounts of `1 << order` bits.
-pub(in crate::qcow2) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
+pub fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
     if order < 3 {
         let bits = 1 << order;
         let shift = index * bits % 8;
@@ -19,7 +19,7 @@ pub(in crate::qcow2) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 
     slice[index * bytes..][..bytes].iter().fold(0, |count, byte| count << 8 | u64::from(*byte))
 }
 
-pub(in crate::qcow2) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
+pub fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
     if order < 3 {
         let bits = 1 << order;
         let shift = index * bits % 8;
@@ -33,20 +33,14 @@ pub(in crate::qcow2) fn set_refcount(slice: &mut [u8], index: usize, order: u32,
 }
 
 /// `place` is the slot and the index of the first of `count` clusters; all must be in one slice.
-pub(in crate::qcow2) fn set_refcounts(
-    state: &mut State,
-    place: (usize, usize),
-    first: u64,
-    count: u64,
-    refcount: u64,
-) {
+pub fn set_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64, refcount: u64) {
     change(state, place, count, refcount);
     state.writer.unlinked.remove(first..first + count);
     state.note(Record::Refcounts { first, count, refcount });
 }
 
 /// Sets the refcounts of those of `clusters` that are in the slice of the first, and returns their number.
-pub(in crate::qcow2) fn set_refcounts_in_slice(
+pub fn set_refcounts_in_slice(
     state: &mut State,
     clusters: Range<u64>,
     refcount: u64,
@@ -59,7 +53,7 @@ pub(in crate::qcow2) fn set_refcounts_in_slice(
 
 /// As [`set_refcounts`], for clusters that were free: sets the refcounts to 1. A table is about to refer to
 /// the clusters; until then they are unlinked.
-pub(in crate::qcow2) fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
+pub fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
     change(state, place, count, 1);
     state.writer.unlinked.insert(first..first + count);
     state.note(Record::Allocated { first, count });
@@ -71,7 +65,7 @@ fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount
     (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
 }
 
-pub(in crate::qcow2) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
+pub fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     let header = &state.top.header;
     let per_block = header.refcounts_per_block();

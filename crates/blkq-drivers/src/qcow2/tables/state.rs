@@ -17,7 +17,7 @@ use super::unlinked::Unlinked;
 /// Why an operation on the state cannot be done yet. The caller provides what is lacking, or waits, and then tries
 /// again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum NotReady {
+pub enum NotReady {
     /// This slice of a table is not in the cache.
     Slice(Key, Table),
     /// Entry N of the L1 table has no L2 table that may be changed: none, or one that a snapshot shares.
@@ -46,7 +46,7 @@ impl From<Status> for NotReady {
 const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
-pub(in crate::qcow2) struct Layer {
+pub struct Layer {
     /// `None`: raw. The tables of a device's active image are in [`State::top`].
     pub tables: Option<Tables>,
     pub size: u64,
@@ -58,14 +58,14 @@ pub(in crate::qcow2) struct Layer {
 }
 
 #[derive(Clone)]
-pub(in crate::qcow2) struct Tables {
+pub struct Tables {
     pub header: Header,
     pub l1: Vec<u64>,
 }
 
 /// Where the bytes of a part of the device are stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::qcow2) enum Found {
+pub enum Found {
     /// At byte `host` of the file of `layer`.
     Data { layer: u8, host: u64 },
     /// `bytes` is the length of the compressed data at most, and `skip` the offset in the decompressed
@@ -79,7 +79,7 @@ pub(in crate::qcow2) enum Found {
 
 /// The state of the active image that only a writer needs.
 #[derive(Default)]
-pub(in crate::qcow2) struct Writer {
+pub struct Writer {
     pub refcount_table: Vec<u64>,
     pub refcount_table_dirty: BTreeSet<usize>,
     pub l1_dirty: BTreeSet<usize>,
@@ -136,7 +136,7 @@ impl Writer {
     }
 }
 
-pub(in crate::qcow2) struct State {
+pub struct State {
     /// The tables of the active image.
     pub top: Tables,
     /// The active image first.
@@ -152,7 +152,7 @@ pub(in crate::qcow2) struct State {
 }
 
 /// Slices that are not in the cache, with their content in the file.
-pub(in crate::qcow2) type Extra = Vec<(Key, Vec<u8>)>;
+pub type Extra = Vec<(Key, Vec<u8>)>;
 
 impl Tables {
     /// The slice of `slice_bytes` with the L2 entry for byte `position`, and the index of the entry in the slice;

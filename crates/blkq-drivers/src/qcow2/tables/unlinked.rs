@@ -6,7 +6,7 @@ use std::ops::Range;
 
 /// Numbers of clusters of the file, as ranges that do not overlap: each start is mapped to its end.
 #[derive(Default)]
-pub(in crate::qcow2) struct Unlinked(BTreeMap<u64, u64>);
+pub struct Unlinked(BTreeMap<u64, u64>);
 
 impl Unlinked {
     pub fn insert(&mut self, clusters: Range<u64>) {
