@@ -1,32 +1,32 @@
 use bitflags::bitflags;
 
 use crate::buffer::{Data, IoBuffer};
+use crate::enumeration::enumeration;
 use crate::error::IoResult;
 use crate::sector::{SECTOR_SHIFT, Sector};
 
-/// The operation of an I/O.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-#[repr(u8)]
-pub enum Operation {
-    /// Reads from the device into memory.
-    Read = 0,
-    /// Writes from memory to the device.
-    Write = 1,
-    /// Declares that the contents of a range are no longer needed.
-    Discard = 2,
-    /// Makes a range read as zeroes.
-    WriteZeroes = 3,
-    /// Makes all writes durable that completed before the flush was submitted.
-    Flush = 4,
+enumeration! {
+    /// The operation of an I/O.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+    #[repr(u8)]
+    pub enum Operation {
+        /// Reads from the device into memory.
+        Read = 0 => "read",
+        /// Writes from memory to the device.
+        Write = 1 => "write",
+        /// Declares that the contents of a range are no longer needed.
+        Discard = 2 => "discard",
+        /// Makes a range read as zeroes.
+        WriteZeroes = 3 => "write-zeroes",
+        /// Makes all writes durable that completed before the flush was submitted.
+        Flush = 4 => "flush",
+    }
+
+    /// The name of the operation in tables.
+    pub const fn name(self) -> &'static str;
 }
 
 impl Operation {
-    /// The number of operations in [`Operation::ALL`].
-    pub const COUNT: usize = 5;
-    /// All operations, in the order of their numbers.
-    pub const ALL: [Operation; Self::COUNT] =
-        [Operation::Read, Operation::Write, Operation::Discard, Operation::WriteZeroes, Operation::Flush];
-
     /// Whether the operation changes the device.
     pub const fn is_write(self) -> bool {
         !matches!(self, Operation::Read | Operation::Flush)
@@ -35,17 +35,6 @@ impl Operation {
     /// Whether the operation carries memory.
     pub const fn has_data(self) -> bool {
         matches!(self, Operation::Read | Operation::Write)
-    }
-
-    /// The name of the operation in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Operation::Read => "read",
-            Operation::Write => "write",
-            Operation::Discard => "discard",
-            Operation::WriteZeroes => "write-zeroes",
-            Operation::Flush => "flush",
-        }
     }
 }
 

@@ -1,110 +1,74 @@
 use std::fmt;
 
+use crate::enumeration::enumeration;
+
 /// The result of an I/O. There are no short transfers: success means that all of it was done.
 pub type IoResult = Result<(), Status>;
 
-/// Why an I/O failed, in the vocabulary of the kernel's `blk_status_t` (block/blk-core.c). `ReadOnly` is
-/// added, because NBD and virtio distinguish it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum Status {
-    /// The device does not support the operation (EOPNOTSUPP).
-    NotSupported = 1,
-    /// The device did not respond in time (ETIMEDOUT).
-    Timeout,
-    /// The backing store is full (ENOSPC).
-    NoSpace,
-    /// The connection to the device is broken (ENOLINK).
-    Transport,
-    /// The device reported a failure of its own (EREMOTEIO).
-    Target,
-    /// A reservation of another host forbids the I/O (EBADE).
-    ReservationConflict,
-    /// The medium has lost the data (ENODATA).
-    Medium,
-    /// Data and checksum do not match (EILSEQ).
-    Protection,
-    /// Memory or another resource is exhausted (ENOMEM).
-    Resource,
-    /// The device is busy until one of its requests completes (EBUSY).
-    DeviceResource,
-    /// The I/O would have to wait, and the submitter does not want that (EAGAIN).
-    Again,
-    /// The device is offline (ENODEV).
-    Offline,
-    /// The I/O violates a rule of the device: alignment, range or flags (EINVAL).
-    Invalid,
-    /// The allowed duration has passed (ETIME).
-    DurationLimit,
-    /// A write to a read-only device (EROFS).
-    ReadOnly,
-    /// Any error without a status of its own (EIO).
-    Io,
+enumeration! {
+    /// Why an I/O failed, in the vocabulary of the kernel's `blk_status_t` (block/blk-core.c). `ReadOnly` is
+    /// added, because NBD and virtio distinguish it.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+    #[repr(u8)]
+    #[non_exhaustive]
+    pub enum Status {
+        /// The device does not support the operation (EOPNOTSUPP).
+        NotSupported = 1 => (libc::EOPNOTSUPP, "not-supported", "operation not supported"),
+        /// The device did not respond in time (ETIMEDOUT).
+        Timeout => (libc::ETIMEDOUT, "timeout", "timed out"),
+        /// The backing store is full (ENOSPC).
+        NoSpace => (libc::ENOSPC, "no-space", "no space left on the backing store"),
+        /// The connection to the device is broken (ENOLINK).
+        Transport => (libc::ENOLINK, "transport", "connection to the device lost"),
+        /// The device reported a failure of its own (EREMOTEIO).
+        Target => (libc::EREMOTEIO, "target", "device failure"),
+        /// A reservation of another host forbids the I/O (EBADE).
+        ReservationConflict => (libc::EBADE, "reservation-conflict", "reservation conflict"),
+        /// The medium has lost the data (ENODATA).
+        Medium => (libc::ENODATA, "medium", "medium error"),
+        /// Data and checksum do not match (EILSEQ).
+        Protection => (libc::EILSEQ, "protection", "checksum mismatch"),
+        /// Memory or another resource is exhausted (ENOMEM).
+        Resource => (libc::ENOMEM, "resource", "out of resources"),
+        /// The device is busy until one of its requests completes (EBUSY).
+        DeviceResource => (libc::EBUSY, "device-resource", "device busy"),
+        /// The I/O would have to wait, and the submitter does not want that (EAGAIN).
+        Again => (libc::EAGAIN, "again", "the I/O would have to wait"),
+        /// The device is offline (ENODEV).
+        Offline => (libc::ENODEV, "offline", "device offline"),
+        /// The I/O violates a rule of the device: alignment, range or flags (EINVAL).
+        Invalid => (libc::EINVAL, "invalid", "invalid request"),
+        /// The allowed duration has passed (ETIME).
+        DurationLimit => (libc::ETIME, "duration-limit", "duration limit exceeded"),
+        /// A write to a read-only device (EROFS).
+        ReadOnly => (libc::EROFS, "read-only", "device is read-only"),
+        /// Any error without a status of its own (EIO).
+        Io => (libc::EIO, "io", "I/O error"),
+    }
+
+    /// The errno, the name, and the description for people.
+    const fn row(self) -> (i32, &'static str, &'static str);
 }
 
 impl Status {
-    /// Every status, in the order of its number.
-    pub const ALL: [Status; 16] = [
-        Status::NotSupported,
-        Status::Timeout,
-        Status::NoSpace,
-        Status::Transport,
-        Status::Target,
-        Status::ReservationConflict,
-        Status::Medium,
-        Status::Protection,
-        Status::Resource,
-        Status::DeviceResource,
-        Status::Again,
-        Status::Offline,
-        Status::Invalid,
-        Status::DurationLimit,
-        Status::ReadOnly,
-        Status::Io,
-    ];
-
     /// The positive Linux errno that a system call would return for this status.
     pub const fn errno(self) -> i32 {
-        match self {
-            Status::NotSupported => libc::EOPNOTSUPP,
-            Status::Timeout => libc::ETIMEDOUT,
-            Status::NoSpace => libc::ENOSPC,
-            Status::Transport => libc::ENOLINK,
-            Status::Target => libc::EREMOTEIO,
-            Status::ReservationConflict => libc::EBADE,
-            Status::Medium => libc::ENODATA,
-            Status::Protection => libc::EILSEQ,
-            Status::Resource => libc::ENOMEM,
-            Status::DeviceResource => libc::EBUSY,
-            Status::Again => libc::EAGAIN,
-            Status::Offline => libc::ENODEV,
-            Status::Invalid => libc::EINVAL,
-            Status::DurationLimit => libc::ETIME,
-            Status::ReadOnly => libc::EROFS,
-            Status::Io => libc::EIO,
-        }
+        self.row().0
+    }
+
+    /// A short name for tables and counters. It is stable.
+    pub const fn name(self) -> &'static str {
+        self.row().1
     }
 
     /// The status for a positive errno. An errno without a status of its own becomes [`Status::Io`].
-    pub const fn from_errno(errno: i32) -> Status {
+    pub fn from_errno(errno: i32) -> Status {
         match errno {
-            libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY => Status::NotSupported,
-            libc::ETIMEDOUT => Status::Timeout,
-            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::NoSpace,
-            libc::ENOLINK => Status::Transport,
-            libc::EREMOTEIO => Status::Target,
-            libc::EBADE => Status::ReservationConflict,
-            libc::ENODATA => Status::Medium,
-            libc::EILSEQ => Status::Protection,
-            libc::ENOMEM => Status::Resource,
-            libc::EBUSY => Status::DeviceResource,
-            libc::EAGAIN => Status::Again,
-            libc::ENODEV | libc::ENXIO => Status::Offline,
-            libc::EINVAL => Status::Invalid,
-            libc::ETIME => Status::DurationLimit,
-            libc::EROFS | libc::EPERM => Status::ReadOnly,
-            _ => Status::Io,
+            libc::ENOSYS | libc::ENOTTY => Status::NotSupported,
+            libc::EDQUOT | libc::EFBIG => Status::NoSpace,
+            libc::ENXIO => Status::Offline,
+            libc::EPERM => Status::ReadOnly,
+            _ => Status::ALL.into_iter().find(|status| status.errno() == errno).unwrap_or(Status::Io),
         }
     }
 
@@ -122,50 +86,11 @@ impl Status {
             _ => 5,
         }
     }
-
-    /// A short name for tables and counters. It is stable.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Status::NotSupported => "not-supported",
-            Status::Timeout => "timeout",
-            Status::NoSpace => "no-space",
-            Status::Transport => "transport",
-            Status::Target => "target",
-            Status::ReservationConflict => "reservation-conflict",
-            Status::Medium => "medium",
-            Status::Protection => "protection",
-            Status::Resource => "resource",
-            Status::DeviceResource => "device-resource",
-            Status::Again => "again",
-            Status::Offline => "offline",
-            Status::Invalid => "invalid",
-            Status::DurationLimit => "duration-limit",
-            Status::ReadOnly => "read-only",
-            Status::Io => "io",
-        }
-    }
 }
 
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Status::NotSupported => "operation not supported",
-            Status::Timeout => "timed out",
-            Status::NoSpace => "no space left on the backing store",
-            Status::Transport => "connection to the device lost",
-            Status::Target => "device failure",
-            Status::ReservationConflict => "reservation conflict",
-            Status::Medium => "medium error",
-            Status::Protection => "checksum mismatch",
-            Status::Resource => "out of resources",
-            Status::DeviceResource => "device busy",
-            Status::Again => "the I/O would have to wait",
-            Status::Offline => "device offline",
-            Status::Invalid => "invalid request",
-            Status::DurationLimit => "duration limit exceeded",
-            Status::ReadOnly => "device is read-only",
-            Status::Io => "I/O error",
-        })
+        f.write_str(self.row().2)
     }
 }
 

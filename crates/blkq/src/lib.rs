@@ -73,6 +73,7 @@ pub mod disk;
 mod driver;
 pub mod drivers;
 pub mod engine;
+mod enumeration;
 mod error;
 mod kick;
 pub mod layout;

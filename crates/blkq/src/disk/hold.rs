@@ -6,6 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::enumeration::enumeration;
 use crate::error::{Error, ErrorKind, Status};
 use crate::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64,
@@ -13,36 +14,29 @@ use crate::sync::atomic::{
 };
 use crate::sync::{Mutex, NestedSwitch, lock};
 
-/// The treatment of requests that the driver fails.
-///
-/// Some errors are reported under every policy: errors that are the request's own fault (invalid,
-/// unsupported, a write to a read-only device), and errors of flushes. A flush that is reissued could succeed
-/// without the data that the failed flush has lost.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[repr(u8)]
-pub enum ErrorPolicy {
-    /// The request completes with its error.
-    #[default]
-    Report = 0,
-    /// The request is held until [`Disk::resume`](crate::Disk::resume).
-    Hold = 1,
-    /// The request is held if its error is [`Status::NoSpace`]; otherwise it completes.
-    HoldNoSpace = 2,
+enumeration! {
+    /// The treatment of requests that the driver fails.
+    ///
+    /// Some errors are reported under every policy: errors that are the request's own fault (invalid,
+    /// unsupported, a write to a read-only device), and errors of flushes. A flush that is reissued could succeed
+    /// without the data that the failed flush has lost.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    #[repr(u8)]
+    pub enum ErrorPolicy {
+        /// The request completes with its error.
+        #[default]
+        Report = 0 => "report",
+        /// The request is held until [`Disk::resume`](crate::Disk::resume).
+        Hold = 1 => "hold",
+        /// The request is held if its error is [`Status::NoSpace`]; otherwise it completes.
+        HoldNoSpace = 2 => "hold-enospc",
+    }
+
+    /// The name of the policy in settings and configuration.
+    pub const fn name(self) -> &'static str;
 }
 
 impl ErrorPolicy {
-    /// All policies, in the order of their numbers.
-    pub const ALL: [ErrorPolicy; 3] = [ErrorPolicy::Report, ErrorPolicy::Hold, ErrorPolicy::HoldNoSpace];
-
-    /// The name of the policy in settings and configuration.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ErrorPolicy::Report => "report",
-            ErrorPolicy::Hold => "hold",
-            ErrorPolicy::HoldNoSpace => "hold-enospc",
-        }
-    }
-
     /// Whether a request other than a flush is held after this error.
     pub(crate) fn holds(self, status: Status) -> bool {
         match self {

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::enumeration::enumeration;
 use crate::error::{Error, ErrorKind};
 
 mod kyber;
@@ -14,34 +15,26 @@ use kyber::Kyber;
 use mq_deadline::MqDeadline;
 pub(crate) use scheduler::Scheduler;
 
-/// The schedulers from which a disk can choose.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub enum SchedulerKind {
-    /// First in, first out. The best choice if the order of positions does not matter to the device.
-    #[default]
-    None,
-    /// In order of position, reads before writes, with a deadline for each request.
-    MqDeadline,
-    /// First in, first out per operation. Each operation may have a number of requests in the driver, which
-    /// follows from the measured latencies.
-    Kyber,
+enumeration! {
+    /// The schedulers from which a disk can choose.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    #[non_exhaustive]
+    pub enum SchedulerKind {
+        /// First in, first out. The best choice if the order of positions does not matter to the device.
+        #[default]
+        None => "none",
+        /// In order of position, reads before writes, with a deadline for each request.
+        MqDeadline => "mq-deadline",
+        /// First in, first out per operation. Each operation may have a number of requests in the driver, which
+        /// follows from the measured latencies.
+        Kyber => "kyber",
+    }
+
+    /// The name of the scheduler in settings, as in the kernel.
+    pub const fn name(self) -> &'static str;
 }
 
 impl SchedulerKind {
-    /// All kinds, in the order of the documentation.
-    pub const ALL: [SchedulerKind; 3] =
-        [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber];
-
-    /// The name of the scheduler in settings, as in the kernel.
-    pub const fn name(self) -> &'static str {
-        match self {
-            SchedulerKind::None => "none",
-            SchedulerKind::MqDeadline => "mq-deadline",
-            SchedulerKind::Kyber => "kyber",
-        }
-    }
-
     pub(crate) fn open(self, tags: usize) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerKind::None => None,

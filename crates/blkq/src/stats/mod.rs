@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
+use crate::enumeration::enumeration;
 use crate::error::Status;
 use crate::layout::CachePadded;
 
@@ -24,39 +25,28 @@ pub use snapshot::{GroupSnapshot, StatsSnapshot};
 
 use histogram::bucket_of;
 
-/// The groups of operations that are counted separately (the kernel's `stat_group`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum StatGroup {
-    /// Reads, which transfer data from the device.
-    #[default]
-    Read = 0,
-    /// Writes and write zeroes, counted together.
-    Write = 1,
-    /// Discards, which may deallocate sectors.
-    Discard = 2,
-    /// Flushes of the write cache.
-    Flush = 3,
+enumeration! {
+    /// The groups of operations that are counted separately (the kernel's `stat_group`).
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    #[repr(u8)]
+    #[non_exhaustive]
+    pub enum StatGroup {
+        /// Reads, which transfer data from the device.
+        #[default]
+        Read = 0 => "read",
+        /// Writes and write zeroes, counted together.
+        Write = 1 => "write",
+        /// Discards, which may deallocate sectors.
+        Discard = 2 => "discard",
+        /// Flushes of the write cache.
+        Flush = 3 => "flush",
+    }
+
+    /// The name of the group in tables.
+    pub const fn name(self) -> &'static str;
 }
 
 impl StatGroup {
-    /// The number of groups of operations.
-    pub const COUNT: usize = 4;
-    /// All groups, in the order of their numbers.
-    pub const ALL: [StatGroup; Self::COUNT] =
-        [StatGroup::Read, StatGroup::Write, StatGroup::Discard, StatGroup::Flush];
-
-    /// The name of the group in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            StatGroup::Read => "read",
-            StatGroup::Write => "write",
-            StatGroup::Discard => "discard",
-            StatGroup::Flush => "flush",
-        }
-    }
-
     /// The index of the group's in-flight counter: 0 for reads, 1 for all others.
     const fn direction(self) -> usize {
         !matches!(self, StatGroup::Read) as usize
@@ -75,91 +65,50 @@ impl From<Operation> for StatGroup {
     }
 }
 
-/// Events in the block layer that are counted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum Counter {
-    /// A plug with at least one request was flushed.
-    PlugFlushes,
-    /// A batch of requests was handed to the driver.
-    DispatchBatches,
-    /// The driver could not take a request, which was requeued.
-    Requeues,
-    /// A bio was split because it exceeded the limits.
-    Splits,
-    /// The clock was read for a time stamp.
-    ClockReads,
-    /// A bio had to wait for a tag.
-    TagWaits,
-    /// A request completed before it started, according to its time stamps. Its latency is counted as 0.
-    NegativeLatencies,
-    /// A bio required a flush: a flush itself, a bio with PREFLUSH, or a bio with FUA that the driver does
-    /// not support. Counted only for devices with a write cache.
-    FlushesAsked,
-    /// A flush was sent to the driver.
-    FlushesSent,
-    /// A required flush was served by a flush that also served others.
-    FlushesCoalesced,
-    /// A request, or a bio without a request, was found to be in flight for too long: see
-    /// [`hang`](crate::queue::hang).
-    Hangs,
-    /// The owner of a queue called io_uring_enter(2). Counted only for engines.
-    Enters,
-    /// A call of io_uring_enter(2) submitted a part of a batch early, so that the device could start with it.
-    EarlySubmissions,
-    /// A request had to wait for a limit: see [`throttle`](crate::throttle).
-    ThrottledRequests,
-    /// The time in which requests of a queue waited for a limit, in nanoseconds; the sum for several queues.
-    ThrottledNs,
-    /// A request was held after an error: see [`ErrorPolicy`](crate::ErrorPolicy).
-    HeldRequests,
-}
-
-impl Counter {
-    /// The number of different counters.
-    pub const COUNT: usize = 16;
-    /// All counters, in the order of their numbers.
-    pub const ALL: [Counter; Self::COUNT] = [
-        Counter::PlugFlushes,
-        Counter::DispatchBatches,
-        Counter::Requeues,
-        Counter::Splits,
-        Counter::ClockReads,
-        Counter::TagWaits,
-        Counter::NegativeLatencies,
-        Counter::FlushesAsked,
-        Counter::FlushesSent,
-        Counter::FlushesCoalesced,
-        Counter::Hangs,
-        Counter::Enters,
-        Counter::EarlySubmissions,
-        Counter::ThrottledRequests,
-        Counter::ThrottledNs,
-        Counter::HeldRequests,
-    ];
+enumeration! {
+    /// Events in the block layer that are counted.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    #[repr(u8)]
+    #[non_exhaustive]
+    pub enum Counter {
+        /// A plug with at least one request was flushed.
+        PlugFlushes => "plug-flushes",
+        /// A batch of requests was handed to the driver.
+        DispatchBatches => "dispatch-batches",
+        /// The driver could not take a request, which was requeued.
+        Requeues => "requeues",
+        /// A bio was split because it exceeded the limits.
+        Splits => "splits",
+        /// The clock was read for a time stamp.
+        ClockReads => "clock-reads",
+        /// A bio had to wait for a tag.
+        TagWaits => "tag-waits",
+        /// A request completed before it started, according to its time stamps. Its latency is counted as 0.
+        NegativeLatencies => "negative-latencies",
+        /// A bio required a flush: a flush itself, a bio with PREFLUSH, or a bio with FUA that the driver does
+        /// not support. Counted only for devices with a write cache.
+        FlushesAsked => "flushes-asked",
+        /// A flush was sent to the driver.
+        FlushesSent => "flushes-sent",
+        /// A required flush was served by a flush that also served others.
+        FlushesCoalesced => "flushes-coalesced",
+        /// A request, or a bio without a request, was found to be in flight for too long: see
+        /// [`hang`](crate::queue::hang).
+        Hangs => "hangs",
+        /// The owner of a queue called io_uring_enter(2). Counted only for engines.
+        Enters => "enters",
+        /// A call of io_uring_enter(2) submitted a part of a batch early, so that the device could start with it.
+        EarlySubmissions => "early-submissions",
+        /// A request had to wait for a limit: see [`throttle`](crate::throttle).
+        ThrottledRequests => "throttled-requests",
+        /// The time in which requests of a queue waited for a limit, in nanoseconds; the sum for several queues.
+        ThrottledNs => "throttled-ns",
+        /// A request was held after an error: see [`ErrorPolicy`](crate::ErrorPolicy).
+        HeldRequests => "held-requests",
+    }
 
     /// The name of the counter in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Counter::PlugFlushes => "plug-flushes",
-            Counter::DispatchBatches => "dispatch-batches",
-            Counter::Requeues => "requeues",
-            Counter::Splits => "splits",
-            Counter::ClockReads => "clock-reads",
-            Counter::TagWaits => "tag-waits",
-            Counter::NegativeLatencies => "negative-latencies",
-            Counter::FlushesAsked => "flushes-asked",
-            Counter::FlushesSent => "flushes-sent",
-            Counter::FlushesCoalesced => "flushes-coalesced",
-            Counter::Hangs => "hangs",
-            Counter::Enters => "enters",
-            Counter::EarlySubmissions => "early-submissions",
-            Counter::ThrottledRequests => "throttled-requests",
-            Counter::ThrottledNs => "throttled-ns",
-            Counter::HeldRequests => "held-requests",
-        }
-    }
+    pub const fn name(self) -> &'static str;
 }
 
 /// Adds to a counter that only this thread writes. A plain load and store is enough.

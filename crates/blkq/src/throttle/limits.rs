@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::enumeration::enumeration;
 use crate::error::{Error, ErrorKind};
 use crate::units::{format_bytes, parse_bytes, parse_duration_ns};
 
@@ -19,49 +20,30 @@ const IOPS_SIZE: std::ops::RangeInclusive<u64> = 512..=1 << 30;
 const BURST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=3_600_000_000_000;
 const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200Mx500ms";
 
-/// The quantity that a limit counts: I/Os or bytes, and of which operations.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-pub enum LimitKey {
-    /// I/Os of all operations per second.
-    Iops,
-    /// I/Os per second that read.
-    ReadIops,
-    /// All other I/Os per second: writes, write-zeroes, discards and flushes.
-    WriteIops,
-    /// Bytes read and written per second.
-    Bps,
-    /// Bytes per second that are read.
-    ReadBps,
-    /// Bytes per second that are written.
-    WriteBps,
+enumeration! {
+    /// The quantity that a limit counts: I/Os or bytes, and of which operations.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    #[repr(u8)]
+    pub enum LimitKey {
+        /// I/Os of all operations per second.
+        Iops => "iops",
+        /// I/Os per second that read.
+        ReadIops => "read-iops",
+        /// All other I/Os per second: writes, write-zeroes, discards and flushes.
+        WriteIops => "write-iops",
+        /// Bytes read and written per second.
+        Bps => "bps",
+        /// Bytes per second that are read.
+        ReadBps => "read-bps",
+        /// Bytes per second that are written.
+        WriteBps => "write-bps",
+    }
+
+    /// The name of the key in the text form.
+    pub const fn name(self) -> &'static str;
 }
 
 impl LimitKey {
-    /// The number of keys in [`LimitKey::ALL`].
-    pub const COUNT: usize = 6;
-    /// All keys, in the order of their numbers.
-    pub const ALL: [LimitKey; Self::COUNT] = [
-        LimitKey::Iops,
-        LimitKey::ReadIops,
-        LimitKey::WriteIops,
-        LimitKey::Bps,
-        LimitKey::ReadBps,
-        LimitKey::WriteBps,
-    ];
-
-    /// The name of the key in the text form.
-    pub const fn name(self) -> &'static str {
-        match self {
-            LimitKey::Iops => "iops",
-            LimitKey::ReadIops => "read-iops",
-            LimitKey::WriteIops => "write-iops",
-            LimitKey::Bps => "bps",
-            LimitKey::ReadBps => "read-bps",
-            LimitKey::WriteBps => "write-bps",
-        }
-    }
-
     /// Whether the limit counts bytes. Otherwise it counts I/Os.
     pub const fn is_bytes(self) -> bool {
         matches!(self, LimitKey::Bps | LimitKey::ReadBps | LimitKey::WriteBps)

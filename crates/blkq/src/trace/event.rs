@@ -1,4 +1,5 @@
 use crate::bio::{BioFlags, Operation};
+use crate::enumeration::enumeration;
 use crate::error::Status;
 use crate::request::NIL;
 use crate::sector::Sector;
@@ -11,72 +12,41 @@ pub const NO_BIO: u32 = NIL;
 /// The tag number in memory if there is no tag.
 const NO_TAG: u16 = u16::MAX;
 
-/// The step of an I/O that an event records. The letters are those of blkparse(1). The numbers are part of
-/// the memory format, so new kinds must be added at the end.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum EventKind {
-    /// `Q`: a bio was submitted.
-    Queue = 1,
-    /// `G`: a bio got a tag and became a request; or a flush for `other` bios got its tag.
-    GetRequest,
-    /// `M`: a bio, or the request that begins with it, was merged to the back of a request.
-    BackMerge,
-    /// `F`: a bio, or the request that begins with it, was merged to the front of a request.
-    FrontMerge,
-    /// `P`: the first request was added to the plug.
-    Plug,
-    /// `U`: the plug was flushed, with `other` requests.
-    Unplug,
-    /// `I`: a request was inserted into the scheduler.
-    Insert,
-    /// `D`: a request was handed to the driver.
-    Issue,
-    /// `R`: the driver was busy, and the request was requeued.
-    Requeue,
-    /// `C`: a request completed; without a tag, a bio completed that never became a request.
-    Complete,
-    /// `X`: bio `other` was split, and this bio is a part of it.
-    Split,
-    /// `m`, which is a message in blkparse(1): a request has to wait for a limit.
-    Throttle,
-}
-
-impl EventKind {
-    /// All kinds, in the order of their numbers.
-    pub const ALL: [EventKind; 12] = [
-        EventKind::Queue,
-        EventKind::GetRequest,
-        EventKind::BackMerge,
-        EventKind::FrontMerge,
-        EventKind::Plug,
-        EventKind::Unplug,
-        EventKind::Insert,
-        EventKind::Issue,
-        EventKind::Requeue,
-        EventKind::Complete,
-        EventKind::Split,
-        EventKind::Throttle,
-    ];
+enumeration! {
+    /// The step of an I/O that an event records. The letters are those of blkparse(1). The numbers are part of
+    /// the memory format, so new kinds must be added at the end.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+    #[repr(u8)]
+    #[non_exhaustive]
+    pub enum EventKind {
+        /// `Q`: a bio was submitted.
+        Queue = 1 => 'Q',
+        /// `G`: a bio got a tag and became a request; or a flush for `other` bios got its tag.
+        GetRequest => 'G',
+        /// `M`: a bio, or the request that begins with it, was merged to the back of a request.
+        BackMerge => 'M',
+        /// `F`: a bio, or the request that begins with it, was merged to the front of a request.
+        FrontMerge => 'F',
+        /// `P`: the first request was added to the plug.
+        Plug => 'P',
+        /// `U`: the plug was flushed, with `other` requests.
+        Unplug => 'U',
+        /// `I`: a request was inserted into the scheduler.
+        Insert => 'I',
+        /// `D`: a request was handed to the driver.
+        Issue => 'D',
+        /// `R`: the driver was busy, and the request was requeued.
+        Requeue => 'R',
+        /// `C`: a request completed; without a tag, a bio completed that never became a request.
+        Complete => 'C',
+        /// `X`: bio `other` was split, and this bio is a part of it.
+        Split => 'X',
+        /// `m`, which is a message in blkparse(1): a request has to wait for a limit.
+        Throttle => 'm',
+    }
 
     /// The letter of the kind in the output of blkparse(1).
-    pub const fn letter(self) -> char {
-        match self {
-            EventKind::Queue => 'Q',
-            EventKind::GetRequest => 'G',
-            EventKind::BackMerge => 'M',
-            EventKind::FrontMerge => 'F',
-            EventKind::Plug => 'P',
-            EventKind::Unplug => 'U',
-            EventKind::Insert => 'I',
-            EventKind::Issue => 'D',
-            EventKind::Requeue => 'R',
-            EventKind::Complete => 'C',
-            EventKind::Split => 'X',
-            EventKind::Throttle => 'm',
-        }
-    }
+    pub const fn letter(self) -> char;
 }
 
 /// The client that submitted a bio.
