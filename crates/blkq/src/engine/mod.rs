@@ -63,7 +63,7 @@ struct Engine {
 impl Engine {
     fn new(queues: Vec<(Arc<Disk>, usize)>, handle: EngineHandle) -> Result<Engine, Error> {
         let mut ring = Ring::new(RING_ENTRIES)?;
-        ring.require(&ENGINE_OPERATIONS)?;
+        Registrar::new(&mut ring).require(&ENGINE_OPERATIONS)?;
         handle.set_kernel_buffers(ring.kernel_buffers_left());
         let kicks: Vec<_> =
             queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();

@@ -1,5 +1,6 @@
 use crate::buffer::registration::{self, CLOSED, DROPPED};
 use crate::buffer::{IoBuffer, MemoryOwner, Segment};
+use crate::error::{Error, ErrorKind};
 
 /// A slot of the table that is in use, by a buffer or by other memory.
 struct TableEntry {
@@ -106,6 +107,10 @@ impl BufferTable {
             std::mem::forget(entry);
         }
     }
+}
+
+pub(super) fn table_is_full() -> Error {
+    Error::new(ErrorKind::System, "the ring's table of registered buffers is full")
 }
 
 impl Drop for BufferTable {

@@ -3,6 +3,8 @@
 
 #[cfg(not(model_check))]
 pub(crate) mod buffers;
+#[cfg(not(model_check))]
+mod memory;
 mod policy;
 mod registrar;
 #[cfg(simulation)]

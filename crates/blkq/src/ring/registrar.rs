@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 
 use super::{FileSlot, Ring};
 use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 
 /// Registers files and buffers with the ring of this thread (`io_uring_register(2)`), and reports what the
 /// kernel supports.
@@ -26,7 +26,14 @@ impl<'a> Registrar<'a> {
     /// Checks that the kernel supports all operations of `needed`, given as name and number. Fails with
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and the names of the missing operations.
     pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
-        self.0.require(needed)
+        let missing: Vec<&str> =
+            needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let message =
+            format!("this kernel's io_uring lacks {}: blkq needs Linux 6.1 or newer", missing.join(", "));
+        Err(Error::new(ErrorKind::Unsupported, message))
     }
 
     /// Adds `fd` to the ring's file table, which keeps the file open. Fails with

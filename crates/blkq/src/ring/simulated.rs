@@ -1,14 +1,12 @@
 //! The ring of the simulated kernel, with the interface of the real ring.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::ptr::NonNull;
 use std::time::Duration;
 
 use io_uring::{squeue, types};
 
 use super::buffers::BufferTable;
 use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::simulation::world;
 
@@ -18,7 +16,7 @@ pub struct Ring {
     id: u64,
     queued: Vec<squeue::Entry>,
     files: Vec<i32>,
-    buffers: BufferTable,
+    pub(super) buffers: BufferTable,
     counters: RingCounters,
 }
 
@@ -37,10 +35,6 @@ impl Ring {
 
     pub fn supports(&self, _code: u8) -> bool {
         true
-    }
-
-    pub fn require(&self, _needed: &[(&str, u8)]) -> Result<(), Error> {
-        Ok(())
     }
 
     /// # Safety
@@ -98,46 +92,13 @@ impl Ring {
         slot.take(self.id);
     }
 
-    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        self.register_front(buffer, buffer.len());
-    }
-
-    pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
-        self.unregister_dropped();
-        self.buffers.insert(buffer, bytes);
-    }
-
-    /// # Safety
-    /// The requirements of the real ring apply.
-    pub unsafe fn register_memory(
+    pub(super) fn update_buffer(
         &mut self,
-        _start: NonNull<u8>,
+        _place: u16,
+        _start: *mut u8,
         _bytes: usize,
-        owner: MemoryOwner,
-    ) -> Result<RegisteredMemory, Error> {
-        self.unregister_dropped();
-        let (_, number) = self
-            .buffers
-            .insert_memory(owner)
-            .ok_or_else(|| Error::new(ErrorKind::System, "the ring's table of registered buffers is full"))?;
-        Ok(RegisteredMemory::new(number))
-    }
-
-    pub fn unregister_dropped(&mut self) {
-        while let Some(place) = self.buffers.next_dropped() {
-            self.buffers.remove(place, true);
-        }
-    }
-
-    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        if let Some(place) = self.buffers.place(buffer.segment().registered) {
-            self.buffers.remove(place, true);
-            buffer.clear_registration();
-        }
-    }
-
-    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
-        self.buffers.place_of(segment)
+    ) -> std::io::Result<()> {
+        Ok(())
     }
 
     pub fn kernel_buffers_left(&self) -> u16 {

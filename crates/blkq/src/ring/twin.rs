@@ -29,10 +29,6 @@ impl Ring {
         true
     }
 
-    pub fn require(&self, _needed: &[(&str, u8)]) -> Result<(), Error> {
-        Ok(())
-    }
-
     /// # Safety
     /// The requirements of the real ring apply.
     pub unsafe fn push(&mut self, _entry: squeue::Entry, _token: Token) {

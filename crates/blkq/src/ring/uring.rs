@@ -1,6 +1,5 @@
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::ptr::NonNull;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,11 +8,10 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
+use super::buffers::{BufferTable, table_is_full};
 use super::policy::policy;
 use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::ring::buffers::BufferTable;
 
 /// The number of slots of the table of registered files. Halved while the process cannot open that many.
 const FILE_SLOTS: u32 = 1024;
@@ -49,7 +47,7 @@ pub struct Ring {
     id: u64,
     probe: Probe,
     files: Vec<u32>,
-    buffers: BufferTable,
+    pub(super) buffers: BufferTable,
     /// The slots for the kernel that [`Ring::keep_kernel_buffers`] has not reserved.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
@@ -129,17 +127,6 @@ impl Ring {
 
     pub fn supports(&self, code: u8) -> bool {
         self.probe.is_supported(code)
-    }
-
-    pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
-        let missing: Vec<&str> =
-            needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let message =
-            format!("this kernel's io_uring lacks {}: blkq needs Linux 6.1 or newer", missing.join(", "));
-        Err(Error::new(ErrorKind::Unsupported, message))
     }
 
     /// Adds `entry` to the submission queue under `token`. A full queue is submitted first.
@@ -281,84 +268,15 @@ impl Ring {
         self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
     }
 
-    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        self.register_front(buffer, buffer.len());
-    }
-
-    pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
-        if !self.buffers.has_room(bytes) {
-            self.unregister_dropped();
-        }
-        let Some(place) = self.buffers.insert(buffer, bytes) else { return };
-        let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: bytes };
-        // SAFETY: the kernel pins the pages itself, and unpins them when the buffer is unregistered or the
-        // ring is closed. An entry names the slot only for memory of this buffer (`Ring::registered_buffer`).
-        let done =
-            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
-        if done.is_err() {
-            self.buffers.remove(place, true);
-            buffer.clear_registration();
-        }
-    }
-
-    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        let Some(place) = self.buffers.place(buffer.segment().registered) else { return };
-        self.unregister_place(place);
-        buffer.clear_registration();
-    }
-
-    /// Registers memory as [`Registrar::register_memory`](super::Registrar::register_memory) does. Removes
-    /// memory that was dropped from the table first.
-    ///
-    /// # Safety
-    /// The requirements of that method apply.
-    pub unsafe fn register_memory(
-        &mut self,
-        start: NonNull<u8>,
-        bytes: usize,
-        owner: MemoryOwner,
-    ) -> Result<RegisteredMemory, Error> {
-        self.unregister_dropped();
-        let Some((place, number)) = self.buffers.insert_memory(owner) else {
-            let message = "the ring's table of registered buffers is full";
-            return Err(Error::new(ErrorKind::System, message));
-        };
-        let iovec = libc::iovec { iov_base: start.as_ptr().cast(), iov_len: bytes };
-        // SAFETY: as in `register_front`. In addition the caller promises that the memory is mapped while
-        // its owner exists, and the table keeps the owner until the kernel has unpinned the pages.
-        let done =
-            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
-        match done {
-            Ok(_) => Ok(RegisteredMemory::new(number)),
-            Err(error) => {
-                self.buffers.remove(place, true);
-                Err(Error::system("cannot register memory with io_uring", error))
-            }
-        }
-    }
-
-    /// The slot of the registered buffer in which `segment` lies, for use in an entry. `None` if the buffer
-    /// is not registered with this ring, or not all of the segment is registered.
-    #[inline]
-    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
-        if segment.registered == Segment::UNREGISTERED {
-            return None;
-        }
-        self.buffers.place_of(segment)
-    }
-
-    pub fn unregister_dropped(&mut self) {
-        while let Some(place) = self.buffers.next_dropped() {
-            self.unregister_place(place);
-        }
-    }
-
-    fn unregister_place(&mut self, place: u16) {
-        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty entry refers to no memory, and makes the kernel unpin the pages of the slot.
-        let done =
-            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[empty], None) };
-        self.buffers.remove(place, done.is_ok());
+    /// Registers `bytes` bytes from `start` on in slot `place` of the kernel's table; none if `bytes` is 0, which
+    /// releases what the slot had.
+    pub(super) fn update_buffer(&mut self, place: u16, start: *mut u8, bytes: usize) -> std::io::Result<()> {
+        let iovec = libc::iovec { iov_base: start.cast(), iov_len: bytes };
+        // SAFETY: the kernel pins the pages itself, and unpins them when the slot is released or the ring is closed.
+        // An entry names the slot only for memory of its buffer (`Ring::registered_buffer`), or of its owner
+        // (`Ring::register_memory`).
+        unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) }
+            .map(|_| ())
     }
 
     pub fn kernel_buffers_left(&self) -> u16 {
@@ -368,7 +286,7 @@ impl Ring {
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
         let Range { start, end } = self.kernel_buffers;
         if count > end - start {
-            return Err(Error::new(ErrorKind::System, "the ring's table of registered buffers is full"));
+            return Err(table_is_full());
         }
         self.kernel_buffers.start += count;
         Ok(start)

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use io_uring::opcode;
 
 use super::*;
+use crate::buffer::IoBuffer;
 
 #[test]
 fn slots_for_the_kernel_are_allocated_once_apart_from_others() {
