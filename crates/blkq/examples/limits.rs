@@ -31,7 +31,7 @@ fn run(arguments: &[String]) -> Result<(), Failure> {
     let [rate, disks, seconds] = arguments else { return Err("usage: limits RATE DISKS SECONDS".into()) };
     let (rate, disks, seconds): (u64, usize, u32) = (rate.parse()?, disks.parse()?, seconds.parse()?);
     let limits: RateLimits = format!("iops={rate}").parse()?;
-    let group = Arc::new(Group::new());
+    let group = Arc::new(Group::default());
     group.set_limits(&limits);
     let counts: Arc<Vec<AtomicU64>> = Arc::new((0..disks).map(|_| AtomicU64::new(0)).collect());
     let (stop, ready) = (Arc::new(AtomicBool::new(false)), Arc::new(Barrier::new(disks + 1)));

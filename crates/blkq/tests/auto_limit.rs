@@ -49,7 +49,7 @@ impl<'a> World<'a> {
         World {
             now_ns: 0,
             disk,
-            auto: auto.then(AutoLimit::new),
+            auto: auto.then(AutoLimit::default),
             bytes: 4096,
             ios: 1,
             waiting: vec![0; clients].into(),

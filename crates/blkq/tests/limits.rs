@@ -370,7 +370,7 @@ fn an_engine_that_exits_waits_for_no_limit() {
 
 #[test]
 fn members_share_the_limit_of_their_group() {
-    let group = Arc::new(Group::new());
+    let group = Arc::new(Group::default());
     group.set_limits(&limits("iops=1"));
     let disks = [disk("none"), disk("none")];
     let mut queues = Vec::new();

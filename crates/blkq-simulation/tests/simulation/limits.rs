@@ -168,7 +168,7 @@ impl Limited {
     pub fn new(seed: u64) -> Limited {
         let mut chance = Random::new(seed.rotate_left(16) ^ 0x11);
         take_admissions();
-        let group = chance.one_in(2).then(|| Arc::new(Group::new()));
+        let group = chance.one_in(2).then(|| Arc::new(Group::default()));
         let neighbour = group.as_ref().map(|group| Neighbour::new(group, &mut chance));
         Limited {
             chance,

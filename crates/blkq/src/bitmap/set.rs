@@ -7,6 +7,7 @@ use crate::sync::{Mutex, lock};
 use super::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES};
 
 /// The bitmaps of one disk. The list changes only while the disk is frozen.
+#[derive(Default)]
 pub(crate) struct BitmapSet {
     /// Sorted by name. Each name occurs once.
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
@@ -18,14 +19,6 @@ pub(crate) struct BitmapSet {
 }
 
 impl BitmapSet {
-    pub fn new() -> BitmapSet {
-        BitmapSet {
-            bitmaps: Mutex::new(Vec::new()),
-            persistent: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
-        }
-    }
-
     pub fn list(&self) -> Vec<Arc<Bitmap>> {
         lock(&self.bitmaps).clone()
     }

@@ -107,7 +107,7 @@ fn invalid_bitmaps_are_rejected() {
 
 #[test]
 fn a_set_has_each_name_once_and_a_bound() {
-    let set = BitmapSet::new();
+    let set = BitmapSet::default();
     let add = |name: &str, size, state| set.add(Bitmap::new(name, 512, size, state).unwrap());
     add("b", 512, BitmapState::Disabled).unwrap();
     assert!(set.recording().is_empty());

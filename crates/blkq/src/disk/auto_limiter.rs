@@ -36,7 +36,7 @@ impl CeilingSearch {
             ));
         }
         disk.set_rate_limits(&RateLimits::default());
-        Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::new() })
+        Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::default() })
     }
 
     /// The work that the disk has done so far.

@@ -136,9 +136,9 @@ impl DiskBuilder {
         };
         let disk = Arc::new(Disk {
             control: DiskControl::new(queues),
-            throttle: ThrottleControl::new(),
+            throttle: ThrottleControl::default(),
             hold: HoldControl::new(queues),
-            bitmaps: BitmapSet::new(),
+            bitmaps: BitmapSet::default(),
             ignore_flushes: self.ignore_flushes,
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,

@@ -76,6 +76,7 @@ pub enum Resume {
 }
 
 /// The error policy of a disk, shared by its control threads and its queues.
+#[derive(Default)]
 pub(crate) struct HoldControl {
     policy: AtomicU8,
     /// While this is on, all errors are reported regardless of the policy.
@@ -94,15 +95,7 @@ pub(crate) struct HoldControl {
 
 impl HoldControl {
     pub fn new(queues: usize) -> HoldControl {
-        HoldControl {
-            policy: AtomicU8::new(ErrorPolicy::Report as u8),
-            reporting: NestedSwitch::new(),
-            reissues: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-            followed: (0..queues).map(|_| AtomicU64::new(0)).collect(),
-            counting: Mutex::new(()),
-            writes: AtomicU32::new(0),
-        }
+        HoldControl { followed: (0..queues).map(|_| AtomicU64::new(0)).collect(), ..HoldControl::default() }
     }
 
     pub fn policy(&self) -> ErrorPolicy {

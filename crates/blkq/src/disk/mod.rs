@@ -268,7 +268,7 @@ impl Disk {
 
     /// The disk's own rate limits.
     pub fn rate_limits(&self) -> RateLimits {
-        *self.throttle.get().limits()
+        self.throttle.get().limits
     }
 
     /// The ceiling of the disk, for which an [`AutoLimiter`] searches.

@@ -383,7 +383,7 @@ fn a_turn_whose_time_is_over_misses_no_larger_share() {
 #[test]
 fn flushes_and_reads_of_a_group_alternate() {
     for scheduler in SchedulerKind::ALL {
-        let group = Arc::new(Group::new());
+        let group = Arc::new(Group::default());
         group.set_limits(&"iops=200".parse().unwrap());
         let [mut other, mut queue] = [(0, 900), (1, 100)].map(|(slot, weight)| {
             let disk = Keeper::released().disk().scheduler(scheduler).build().unwrap();
@@ -422,7 +422,7 @@ fn flushes_and_reads_of_a_group_alternate() {
 fn new_reads_of_a_group_do_not_overtake_repeatedly() {
     for round in 0..8 {
         let older = if round % 2 == 0 { Bio::flush(0) } else { Bio::discard(Sector(0), 1, 0) };
-        let group = Arc::new(Group::new());
+        let group = Arc::new(Group::default());
         group.set_limits(&"iops=200".parse().unwrap());
         let [mut other, mut queue] = [(0, 900), (1, 100)].map(|(slot, weight)| {
             let disk = Keeper::released().disk().build().unwrap();

@@ -126,7 +126,7 @@ pub fn raise(maximum: &AtomicU64, value: u64) {
 }
 
 /// The words that each completion of a group changes, in one cache line.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 struct GroupCounters {
     ios: AtomicU64,
@@ -168,13 +168,7 @@ impl QueueStats {
             in_flight: zeroes(),
             in_flight_max: zeroes(),
             busy: AtomicU64::new(0),
-            groups: std::array::from_fn(|_| GroupCounters {
-                ios: AtomicU64::new(0),
-                merges: AtomicU64::new(0),
-                sectors: AtomicU64::new(0),
-                nanoseconds: AtomicU64::new(0),
-                latency_max_ns: AtomicU64::new(0),
-            }),
+            groups: Default::default(),
             counters: zeroes(),
             clock_age_max_ns: AtomicU64::new(0),
             latencies: std::array::from_fn(|_| zeroes()),
@@ -258,21 +252,10 @@ fn busy_ns(word: u64, now_ns: u64) -> u64 {
 #[derive(Debug)]
 pub(crate) struct StatsWriter(Arc<CachePadded<QueueStats>>);
 
-impl Default for StatsWriter {
-    fn default() -> StatsWriter {
-        StatsWriter(QueueStats::shared())
-    }
-}
-
 impl StatsWriter {
     /// The writer of existing statistics, which must have no other writer.
     pub(crate) fn over(stats: Arc<CachePadded<QueueStats>>) -> StatsWriter {
         StatsWriter(stats)
-    }
-
-    #[cfg(test)]
-    pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
-        self.0.clone()
     }
 
     /// Records that `requests` requests (more than 0) of `group` were built at `now_ns`.

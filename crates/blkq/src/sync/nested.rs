@@ -1,13 +1,10 @@
 use super::atomic::{AtomicU32, Ordering::SeqCst};
 
 /// Counts the users that have turned the switch on. The switch is off when the last of them turns it off.
+#[derive(Default)]
 pub(crate) struct NestedSwitch(AtomicU32);
 
 impl NestedSwitch {
-    pub fn new() -> NestedSwitch {
-        NestedSwitch(AtomicU32::new(0))
-    }
-
     /// Adds a user that turns the switch on, or removes one.
     pub fn set(&self, on: bool) {
         let _ = self.0.fetch_update(SeqCst, SeqCst, |count| match on {

@@ -51,7 +51,7 @@ pub(super) struct Waiters {
     registering: Mutex<()>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Counters {
     /// Tags that were freed while there were waiters; wraps around.
     freed: AtomicU32,
@@ -64,13 +64,9 @@ struct Counters {
 impl Waiters {
     pub fn new() -> Waiters {
         Waiters {
-            waiting: CachePadded::new(AtomicU32::new(0)),
-            counters: CachePadded::new(Counters {
-                freed: AtomicU32::new(0),
-                woken: AtomicU32::new(0),
-                turn: AtomicU32::new(0),
-            }),
-            queues: std::array::from_fn(|_| CachePadded::new(AtomicU32::new(0))),
+            waiting: CachePadded::default(),
+            counters: CachePadded::default(),
+            queues: Default::default(),
             slots: (0..WAITERS_MAX).map(|_| RwLock::new(None)).collect(),
             registering: Mutex::new(()),
         }

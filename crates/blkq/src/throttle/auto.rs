@@ -20,7 +20,7 @@
 //! [`AutoLimit`] uses neither a clock nor a device: it decides only from the loads that it is passed.
 
 use crate::stats::Histogram;
-use crate::throttle::{BPS_MAX, BPS_MIN, IOPS_MAX, LimitKey, RateLimit, RateLimits};
+use crate::throttle::{LimitKey, RateLimit, RateLimits};
 
 const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;
@@ -161,14 +161,8 @@ pub struct AutoLimit {
 }
 
 impl Default for AutoLimit {
-    fn default() -> AutoLimit {
-        AutoLimit::new()
-    }
-}
-
-impl AutoLimit {
     /// A search that has seen nothing of its device yet.
-    pub fn new() -> AutoLimit {
+    fn default() -> AutoLimit {
         AutoLimit {
             phase: Phase::Measure { before: None },
             key: LimitKey::Iops,
@@ -186,7 +180,9 @@ impl AutoLimit {
             begin: None,
         }
     }
+}
 
+impl AutoLimit {
     /// The limits that must be in force now.
     pub fn limits(&self) -> &RateLimits {
         &self.limits
@@ -302,31 +298,34 @@ impl AutoLimit {
             Some(before) if (rate / before - 1.0).abs() * 100.0 <= STEADY_PERCENT => {
                 self.ceiling = rate.min(before);
                 (self.open_p99_ns, self.bytes) = (seen.p99_ns, seen.bytes);
-                self.set_limit(self.ceiling * DRAIN);
-                self.phase = Phase::Drain { trial: 0 };
+                self.drain(0);
             }
             _ => self.phase = Phase::Measure { before: Some(rate) },
         }
     }
 
     fn end_trial(&mut self, now_ns: u64, trial: usize, seen: Option<Measurement>) {
-        match seen {
+        let Some(seen) = seen.filter(|seen| !self.is_idle(seen)) else {
             // There is too little load to judge. The trial counts as one without success; otherwise a load
             // that repeats this would be in a trial all the time.
-            None => self.stay_away(now_ns),
-            Some(seen) if self.is_idle(&seen) => self.stay_away(now_ns),
-            Some(seen) if seen.p99_ns * WORTH <= self.open_p99_ns => {
-                self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
-                (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
-                (self.retry_by, self.idle_ns) = (None, 0);
-                self.keep_limit();
-            }
-            Some(_) if trial + 1 < TRIALS.len() => {
-                self.set_limit(self.ceiling * DRAIN);
-                self.phase = Phase::Drain { trial: trial + 1 };
-            }
-            Some(_) => self.stay_away(now_ns),
+            return self.stay_away(now_ns);
+        };
+        if seen.p99_ns * WORTH <= self.open_p99_ns {
+            self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
+            (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
+            (self.retry_by, self.idle_ns) = (None, 0);
+            self.keep_limit();
+        } else if trial + 1 < TRIALS.len() {
+            self.drain(trial + 1);
+        } else {
+            self.stay_away(now_ns);
         }
+    }
+
+    /// Lets the device complete its queued requests before a trial.
+    fn drain(&mut self, trial: usize) {
+        self.set_limit(self.ceiling * DRAIN);
+        self.phase = Phase::Drain { trial };
     }
 
     /// Removes the limit until the next trial.
@@ -436,14 +435,9 @@ impl AutoLimit {
                 self.pace = pace;
                 self.raise((2.0 * by).min(RAISE_MAX));
             }
-            // No load has used the higher rate.
-            None => {
-                self.set_pace(self.pace);
-                self.keep_limit();
-            }
-            // The load needs less than the higher rate.
-            Some(_) => {
-                self.set_pace(pace);
+            // The load needs less than the higher rate, which is not known to be good if no load has used it.
+            _ => {
+                self.set_pace(if seen.is_some() { pace } else { self.pace });
                 self.keep_limit();
             }
         }
@@ -475,9 +469,9 @@ impl AutoLimit {
     }
 
     fn limits_of(&self, rate: f64) -> RateLimits {
-        let range = if self.key.is_bytes() { (BPS_MIN, BPS_MAX) } else { (1, IOPS_MAX) };
+        let (lowest, highest) = self.key.range().into_inner();
         let mut limits = RateLimits::default();
-        let rate = (rate.round() as u64).clamp(range.0, range.1);
+        let rate = (rate.round() as u64).clamp(lowest, highest);
         // Always in range, because the rate was clamped to the range of its key.
         let _ = limits.set(self.key, RateLimit { rate, burst: None });
         limits

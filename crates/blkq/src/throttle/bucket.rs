@@ -21,7 +21,7 @@ pub(crate) const NEVER_NS: i64 = i64::MIN;
 
 /// The words of one set of limits, by the number of the key.
 #[derive(Debug)]
-#[repr(C)]
+#[repr(C, align(64))]
 pub(crate) struct Buckets {
     /// The words of the limits' rates.
     pub average: [AtomicI64; 6],
@@ -29,14 +29,14 @@ pub(crate) struct Buckets {
     pub peak: [AtomicI64; 6],
 }
 
-impl Buckets {
-    pub fn new() -> Buckets {
-        Buckets {
-            average: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
-            peak: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
-        }
+impl Default for Buckets {
+    fn default() -> Buckets {
+        let never = || std::array::from_fn(|_| AtomicI64::new(NEVER_NS));
+        Buckets { average: never(), peak: never() }
     }
+}
 
+impl Buckets {
     /// Drops the debt of earlier requests, because the limits have changed: no request must wait for what was
     /// admitted under the old limits.
     pub fn forgive_debt(&self, now_ns: u64) {

@@ -45,9 +45,6 @@ struct Header {
 }
 
 #[repr(C, align(64))]
-struct SharedBuckets(Buckets);
-
-#[repr(C, align(64))]
 struct Slot {
     weight: AtomicU64,
     spent_ns: [AtomicI64; LimitKey::COUNT],
@@ -59,7 +56,7 @@ struct Slot {
 #[repr(C)]
 struct Words {
     header: Header,
-    buckets: SharedBuckets,
+    buckets: Buckets,
     slots: [Slot; MEMBERS_MAX],
 }
 
@@ -81,7 +78,7 @@ impl Words {
             active_until_ns: zeroes(),
             name: zeroes(),
         };
-        Words { header, buckets: SharedBuckets(Buckets::new()), slots: std::array::from_fn(slot) }
+        Words { header, buckets: Buckets::default(), slots: std::array::from_fn(slot) }
     }
 }
 
@@ -116,21 +113,17 @@ pub struct MemberInfo {
 }
 
 impl Default for Group {
+    /// A group in the memory of this process, without limits.
     fn default() -> Group {
-        Group::new()
+        let group = Group { memory: Memory::Own(Box::new(Words::new())) };
+        group.reset([0; 2], 0, &RateLimits::default());
+        group
     }
 }
 
 impl Group {
     /// The size of a group in shared memory.
     pub const BYTES: usize = size_of::<Words>();
-
-    /// A group in the memory of this process, without limits.
-    pub fn new() -> Group {
-        let group = Group { memory: Memory::Own(Box::new(Words::new())) };
-        group.reset([0; 2], 0, &RateLimits::default());
-        group
-    }
 
     /// A group in memory that is shared with other processes. `mapping` is dropped with the group.
     ///
@@ -178,7 +171,7 @@ impl Group {
     /// Slots from `used` on must not belong to a present member. The limits stay.
     pub fn restart(&self, boot: [u64; 2], used: usize) {
         let Words { header, buckets, slots } = self.words();
-        buckets.0.average.iter().chain(&buckets.0.peak).for_each(|word| word.store(NEVER_NS, Relaxed));
+        buckets.average.iter().chain(&buckets.peak).for_each(|word| word.store(NEVER_NS, Relaxed));
         slots.iter().for_each(Slot::forget_times);
         header.used.store(used as u64, Relaxed);
         header.boot.iter().zip(boot).for_each(|(word, boot)| word.store(boot, Relaxed));
@@ -222,7 +215,7 @@ impl Group {
     pub(super) fn set_limits_at(&self, limits: &RateLimits, now_ns: u64) {
         let Words { header, buckets, slots } = self.words();
         header.limits.write(&limits.to_words(), || {
-            buckets.0.forgive_debt(now_ns);
+            buckets.forgive_debt(now_ns);
             slots.iter().flat_map(|slot| &slot.spent_ns).for_each(|word| forgive_debt(word, now_ns));
         });
     }
@@ -315,7 +308,7 @@ impl Member {
 
     #[inline]
     pub(crate) fn buckets(&self) -> &Buckets {
-        &self.group.words().buckets.0
+        &self.group.words().buckets
     }
 
     #[inline]

@@ -49,7 +49,7 @@ impl LimitKey {
         matches!(self, LimitKey::Bps | LimitKey::ReadBps | LimitKey::WriteBps)
     }
 
-    fn range(self) -> std::ops::RangeInclusive<u64> {
+    pub(super) fn range(self) -> std::ops::RangeInclusive<u64> {
         if self.is_bytes() { BPS_MIN..=BPS_MAX } else { 1..=IOPS_MAX }
     }
 
@@ -155,25 +155,20 @@ impl RateLimits {
     }
 }
 
-fn invalid(why: String) -> Error {
+fn invalid(why: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, why)
 }
 
 fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
-    let (name, range) = (key.name(), key.range());
-    if !range.contains(&limit.rate) {
-        return Err(invalid(format!(
-            "{name} must be {} to {}, not {}",
-            range.start(),
-            range.end(),
-            limit.rate
-        )));
+    let (name, RateLimit { rate, burst }) = (key.name(), limit);
+    let (lowest, highest) = key.range().into_inner();
+    if !(lowest..=highest).contains(&rate) {
+        return Err(invalid(format!("{name} must be {lowest} to {highest}, not {rate}")));
     }
-    let Some(burst) = limit.burst else { return Ok(()) };
-    if burst.rate <= limit.rate || burst.rate > *range.end() {
+    let Some(burst) = burst else { return Ok(()) };
+    if burst.rate <= rate || burst.rate > highest {
         return Err(invalid(format!(
-            "the burst rate of {name} must be higher than its rate, and at most {}, not {}",
-            range.end(),
+            "the burst rate of {name} must be higher than its rate, and at most {highest}, not {}",
             burst.rate
         )));
     }
@@ -193,13 +188,12 @@ impl FromStr for RateLimits {
         if text == NONE {
             return Ok(limits);
         }
+        let keys = LimitKey::ALL.map(LimitKey::name).join(", ");
         let mut last: Option<LimitKey> = None;
         for item in text.split(',') {
             let Some((name, value)) = item.split_once('=') else {
-                let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
                 return Err(invalid(format!(
-                    "{item:?} is not a limit; write KEY=RATE with one of the keys {}, or none",
-                    names.join(", ")
+                    "{item:?} is not a limit; write KEY=RATE with one of the keys {keys}, or none"
                 )));
             };
             if let Some(key) = LimitKey::ALL.into_iter().find(|key| key.name() == name) {
@@ -210,31 +204,29 @@ impl FromStr for RateLimits {
                 last = Some(key);
             } else if name == "burst" {
                 let Some(key) = last else {
-                    return Err(invalid("burst must follow the limit to which it belongs".to_owned()));
+                    return Err(invalid("burst must follow the limit to which it belongs"));
                 };
                 let Some(limit) = limits.get(key).filter(|limit| limit.burst.is_none()) else {
                     return Err(invalid(format!("{} has two bursts", key.name())));
                 };
-                let (rate, length) = value.split_once('x').ok_or_else(|| invalid(BURST_RULE.to_owned()))?;
-                let length_ns = parse_duration_ns(length).map_err(|_| invalid(BURST_RULE.to_owned()))?;
+                let (rate, length) = value.split_once('x').ok_or_else(|| invalid(BURST_RULE))?;
+                let length_ns = parse_duration_ns(length).map_err(|_| invalid(BURST_RULE))?;
                 let burst = Some(Burst { rate: key.parse_rate(rate)?, length_ns });
                 limits.set(key, RateLimit { burst, ..limit })?;
             } else if name == "iops-size" {
                 if limits.iops_size_bytes != 0 {
-                    return Err(invalid("iops-size is given twice".to_owned()));
+                    return Err(invalid("iops-size is given twice"));
                 }
                 limits.set_iops_size(parse_bytes(value)?)?;
             } else {
-                let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
                 return Err(invalid(format!(
-                    "unknown limit {name:?}; the keys are {}, burst, iops-size",
-                    names.join(", ")
+                    "unknown limit {name:?}; the keys are {keys}, burst, iops-size"
                 )));
             }
         }
         let counts_ios = LimitKey::ALL.into_iter().any(|key| !key.is_bytes() && limits.get(key).is_some());
         if limits.iops_size_bytes != 0 && !counts_ios {
-            return Err(invalid("iops-size needs a limit of I/Os per second, such as iops".to_owned()));
+            return Err(invalid("iops-size needs a limit of I/Os per second, such as iops"));
         }
         Ok(limits)
     }

@@ -36,9 +36,9 @@ pub use mode::LimitMode;
 pub(crate) use times::DeviceTimes;
 
 /// The limits of a disk as its queues use them.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct Throttle {
-    limits: RateLimits,
+    pub limits: RateLimits,
     buckets: Arc<Buckets>,
     member: Option<Arc<Member>>,
     /// The counters of device times for each queue. `Some` while the disk's ceiling is searched.
@@ -46,10 +46,6 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    pub fn limits(&self) -> &RateLimits {
-        &self.limits
-    }
-
     pub fn member(&self) -> Option<&Arc<Member>> {
         self.member.as_ref()
     }
@@ -83,6 +79,7 @@ pub enum Ceiling {
 }
 
 /// The limits of a disk as its control threads use them.
+#[derive(Default)]
 pub(crate) struct ThrottleControl {
     throttle: Mutex<Throttle>,
     generation: AtomicU64,
@@ -93,21 +90,6 @@ pub(crate) struct ThrottleControl {
 }
 
 impl ThrottleControl {
-    pub fn new() -> ThrottleControl {
-        let throttle = Throttle {
-            limits: RateLimits::default(),
-            buckets: Arc::new(Buckets::new()),
-            member: None,
-            measured: None,
-        };
-        ThrottleControl {
-            throttle: Mutex::new(throttle),
-            generation: AtomicU64::new(0),
-            bypass: NestedSwitch::new(),
-            ceiling: Mutex::new(None),
-        }
-    }
-
     pub fn get(&self) -> Throttle {
         lock(&self.throttle).clone()
     }

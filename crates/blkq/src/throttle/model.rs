@@ -36,7 +36,7 @@ fn reads(count: usize) -> Vec<Request> {
 /// Queues request two admissions each while there is room for `room` requests. That number is admitted, and
 /// the word contains their cost.
 fn a_word_admits_what_it_has_room_for(queues: usize, room: u64) {
-    let buckets = Arc::new(Buckets::new());
+    let buckets = Arc::new(Buckets::default());
     buckets.average[0].store((NOW_NS - (room - 1) * COST_NS).cast_signed(), Relaxed);
     let passed = Arc::new(Word::new(0));
     let threads: Vec<_> = (0..queues)
@@ -74,7 +74,7 @@ fn readers_get_the_words_of_one_change(changes: u64) {
 
 /// A group with room for `room` requests, whose members have used up their shares.
 fn group_with_room(members: usize, room: u64) -> (Arc<Group>, Vec<Arc<Member>>) {
-    let group = Arc::new(Group::new());
+    let group = Arc::new(Group::default());
     group.set_limits_at(&limits("iops=1000"), NOW_NS);
     let members: Vec<_> =
         (0..members).map(|slot| Arc::new(group.clone().join(slot, "m", 100).expect("a slot"))).collect();

@@ -30,13 +30,13 @@ struct TestBed {
 
 impl TestBed {
     fn device(limits: &str, queues: usize, request: impl Fn() -> Request) -> TestBed {
-        let (limits, buckets) = (limits.parse().expect("limits"), Arc::new(Buckets::new()));
+        let (limits, buckets) = (limits.parse().expect("limits"), Arc::new(Buckets::default()));
         TestBed::new((0..queues).map(|_| Meter::of_device(&limits, &buckets)).collect(), request)
     }
 
     fn group(limits: &str, weights: &[u32], request: impl Fn() -> Request) -> TestBed {
         let limits = limits.parse().expect("limits");
-        let group = Arc::new(Group::new());
+        let group = Arc::new(Group::default());
         group.set_limits(&limits);
         let join =
             |(slot, weight): (usize, &u32)| Arc::new(group.clone().join(slot, "m", *weight).expect("a slot"));
@@ -177,7 +177,7 @@ fn a_burst_is_whole_right_after_the_boot() {
         assert!((399_990..=400_010).contains(&passed), "{passed}");
     }
     // After a reboot, and for another member in the slot, nothing counts as used.
-    let group = Arc::new(Group::new());
+    let group = Arc::new(Group::default());
     let limits = limits.parse().unwrap();
     group.set_limits_at(&limits, 3 * S);
     for boot in 1..3 {
@@ -225,7 +225,7 @@ fn a_killed_member_delays_others_only_briefly() {
 #[test]
 fn a_damaged_group_word_blocks_for_a_minute_at_most() {
     let limits: RateLimits = "iops=1000".parse().unwrap();
-    let group = Arc::new(Group::new());
+    let group = Arc::new(Group::default());
     group.set_limits_at(&limits, BEGIN_NS);
     let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
     let word = &member.buckets().average[0];
@@ -258,7 +258,7 @@ fn a_device_repays_a_large_request_at_a_low_rate_in_full() {
 #[test]
 fn far_from_its_limit_a_queue_seldom_touches_the_word() {
     for limits in ["iops=10000000", "bps=1T", "read-iops=1000000", "iops=1000000,bps=1T"] {
-        let (parsed, buckets) = (limits.parse().unwrap(), Arc::new(Buckets::new()));
+        let (parsed, buckets) = (limits.parse().unwrap(), Arc::new(Buckets::default()));
         let mut bed = TestBed::new(vec![Meter::of_device(&parsed, &buckets)], read);
         let words = || buckets.average.iter().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
         let (mut before, mut changes) = (words(), 0);
@@ -270,7 +270,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
         assert!((1..=32).contains(&changes), "{limits}: {changes}");
     }
     // Near the limit each request is charged alone.
-    let buckets = Arc::new(Buckets::new());
+    let buckets = Arc::new(Buckets::default());
     let mut bed = TestBed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
     for turn in 1..=100 {
         assert_eq!(bed.admit(0, 1, BEGIN_NS + turn * MS, false).0, 1);
@@ -280,7 +280,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
 
 #[test]
 fn each_change_of_the_limits_gets_a_new_number() {
-    let group = Group::new();
+    let group = Group::default();
     let mut numbers = Vec::new();
     for _ in 0..3 {
         group.set_limits(&"iops=5".parse().unwrap());
@@ -298,7 +298,7 @@ fn each_change_of_the_limits_gets_a_new_number() {
 
 #[test]
 fn a_prepayment_is_returned_when_it_does_not_suffice() {
-    let buckets = Arc::new(Buckets::new());
+    let buckets = Arc::new(Buckets::default());
     let mut bed = TestBed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
     let spent_ns = || buckets.average[0].load(SeqCst).cast_unsigned();
