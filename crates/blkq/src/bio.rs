@@ -111,7 +111,7 @@ impl Bio {
         Bio::bare(Operation::Flush, Sector(0), 0, user_data)
     }
 
-    fn bare(operation: Operation, sector: Sector, sectors: u64, user_data: u64) -> Bio {
+    pub(crate) fn bare(operation: Operation, sector: Sector, sectors: u64, user_data: u64) -> Bio {
         Bio { operation, flags: BioFlags::empty(), sector, sectors, data: Data::None, user_data }
     }
 

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use crate::bio::{Bio, BioFlags, Operation};
-use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
+use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment};
 use crate::clock::monotonic_ns;
 use crate::completer::{BioWaiter, Callback, Completer, InlineCallback};
 use crate::disk::{Disk, HardwareQueue};
@@ -28,33 +28,29 @@ pub struct Submitter {
 
 impl Clone for Submitter {
     fn clone(&self) -> Submitter {
-        Submitter::new(&self.disk)
+        self.disk.submitter()
     }
 }
 
 impl Disk {
     /// Creates a [`Submitter`], for a thread that owns no queue.
     pub fn submitter(self: &Arc<Self>) -> Submitter {
-        Submitter::new(self)
-    }
-}
-
-impl Submitter {
-    pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
-        let shared = disk.hardware_queue(disk.next_queue()).clone();
+        let shared = self.hardware_queue(self.next_queue()).clone();
         // Read before the limits, so that `refresh` notices a change made in between.
-        let generation = disk.control.generation();
+        let generation = self.control.generation();
         Submitter {
             software: shared.software.assign(),
             shared,
             batcher: Batcher::default(),
-            limits: disk.limits(),
-            merge: disk.settings().merge,
+            limits: self.limits(),
+            merge: self.settings().merge,
             generation,
-            disk: disk.clone(),
+            disk: self.clone(),
         }
     }
+}
 
+impl Submitter {
     /// Submits `bio`, and waits while the device is full. `callback` is called as described at [`Callback`];
     /// if no thread owns the queue, before this method returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
@@ -114,42 +110,30 @@ impl Submitter {
     /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the logical block size. Fails
     /// with the status of the I/O.
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
-        let length = memory.len() as u64;
-        let bio = || ranged(Operation::Read, offset, length);
-        if self.may_use(memory) {
-            // SAFETY: `submit_lent` returns only after the bio has completed, and `memory` is
-            // borrowed exclusively until then.
-            let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
-            match self.submit_lent(Bio { data, ..bio()? }) {
-                // The alignment that the device requires was raised in between: copy instead.
-                Err(Status::Invalid) if !self.may_use(memory) => {}
-                result => return Ok(result?),
-            }
+        let (ptr, len) = (memory.as_mut_ptr(), memory.len());
+        // SAFETY: `memory` is borrowed exclusively until the call returns.
+        if !unsafe { self.transfer_in_place(Operation::Read, ptr, len, offset)? } {
+            let data = copy_buffer(len)?.into();
+            let bio = Bio { data, ..ranged(Operation::Read, offset, len as u64)? };
+            let (result, data) = self.submit_and_wait(bio);
+            result?;
+            memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
         }
-        let (result, data) = self.submit_and_wait(Bio { data: copy_buffer(memory)?.into(), ..bio()? });
-        result?;
-        memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
         Ok(())
     }
 
     /// Writes `memory` at byte `offset`. Offset and length must be multiples of the logical block size. Fails
     /// with the status of the I/O.
     pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
-        let length = memory.len() as u64;
-        let bio = || ranged(Operation::Write, offset, length);
-        if self.may_use(memory) {
-            // SAFETY: `submit_lent` returns only after the bio has completed; a write only reads
-            // the memory.
-            let data = unsafe { borrowed(memory.as_ptr().cast_mut(), memory.len()) };
-            match self.submit_lent(Bio { data, ..bio()? }) {
-                // As in `read_at`.
-                Err(Status::Invalid) if !self.may_use(memory) => {}
-                result => return Ok(result?),
-            }
+        let (ptr, len) = (memory.as_ptr().cast_mut(), memory.len());
+        // SAFETY: `memory` is borrowed until the call returns, and a write only reads it.
+        if !unsafe { self.transfer_in_place(Operation::Write, ptr, len, offset)? } {
+            let mut buffer = copy_buffer(len)?;
+            buffer.copy_from_slice(memory);
+            let bio = Bio { data: buffer.into(), ..ranged(Operation::Write, offset, len as u64)? };
+            self.submit_and_wait(bio).0?;
         }
-        let mut buffer = copy_buffer(memory)?;
-        buffer.copy_from_slice(memory);
-        Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio()? }).0?)
+        Ok(())
     }
 
     /// Makes everything durable that has completed. Fails with the status of the flush.
@@ -169,50 +153,53 @@ impl Submitter {
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
     }
 
-    /// Executes `bio`, whose memory is lent for this call. Returns only when the memory has been returned.
-    fn submit_lent(&mut self, bio: Bio) -> IoResult {
-        let (result, data) = self.submit_and_wait(bio);
+    /// Reads or writes `len` bytes of memory from `ptr` on without a copy. Returns false if the device cannot use
+    /// the memory in place, so that the caller must copy it.
+    ///
+    /// # Safety
+    /// The memory must stay valid, and borrowed as the operation needs it, until the call returns.
+    unsafe fn transfer_in_place(
+        &mut self,
+        operation: Operation,
+        ptr: *mut u8,
+        len: usize,
+        offset: u64,
+    ) -> Result<bool, Status> {
+        if !self.may_use(ptr, len) {
+            return Ok(false);
+        }
+        let bio = ranged(operation, offset, len as u64)?;
+        // SAFETY: this call returns only after the bio has completed.
+        let data = unsafe { Data::borrowed([Segment::new(ptr, len as u32)]) };
+        let (result, data) = self.submit_and_wait(Bio { data, ..bio });
         if !matches!(data, Data::Segments(_)) {
             // The owner of the queue panicked with the bio in flight, and the memory was leaked to the
             // kernel. If this call returned or unwound, the caller would free the memory while the kernel
             // uses it.
             std::process::abort();
         }
-        result
+        match result {
+            // The alignment that the device requires was raised in between.
+            Err(Status::Invalid) if !self.may_use(ptr, len) => Ok(false),
+            result => result.map(|()| true),
+        }
     }
 
     /// Whether the device can use the memory in place now. Otherwise it must be copied.
-    fn may_use(&mut self, memory: &[u8]) -> bool {
+    fn may_use(&mut self, ptr: *const u8, len: usize) -> bool {
         self.refresh();
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
-        (memory.as_ptr() as usize | memory.len()).is_multiple_of(align) && memory.len() <= u32::MAX as usize
+        (ptr.addr() | len).is_multiple_of(align) && len <= u32::MAX as usize
     }
 }
 
 fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status> {
     let sector = Sector::from_bytes(offset).ok_or(Status::Invalid)?;
     let sectors = Sector::from_bytes(length).ok_or(Status::Invalid)?.0;
-    let flags = BioFlags::empty();
-    Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
+    Ok(Bio::bare(operation, sector, sectors, 0))
 }
 
-/// A buffer for a copy of `memory`, which is not aligned as the device requires.
-fn copy_buffer(memory: &[u8]) -> Result<IoBuffer, Status> {
-    if memory.len() > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(memory.len())) }
-}
-
-struct Borrowed([Segment; 1]);
-
-// SAFETY: created only by `borrowed`, whose caller promises what the trait demands.
-unsafe impl SegmentOwner for Borrowed {
-    fn segments(&self) -> &[Segment] {
-        &self.0
-    }
-}
-
-/// # Safety
-/// The memory must stay valid, and borrowed as the operation needs it, until the bio has completed.
-unsafe fn borrowed(ptr: *mut u8, len: usize) -> Data {
-    let segment = Segment::new(ptr, len as u32);
-    Data::Segments(Box::new(Box::new(Borrowed([segment]))))
+/// A buffer for a copy of memory that is not aligned as the device requires.
+fn copy_buffer(len: usize) -> Result<IoBuffer, Status> {
+    if len > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(len)) }
 }

@@ -2,12 +2,11 @@ use std::borrow::Cow;
 use std::mem::ManuallyDrop;
 
 use crate::bio::Outline;
-use crate::buffer::{Data, Segment, SegmentOwner};
+use crate::buffer::{Data, Segment};
 use crate::completer::Completer;
-use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::driver::{DriverContext, DriverQueue};
 use crate::error::IoResult;
 use crate::request::{NIL, Request, RequestState};
-use crate::ring::Cqe;
 use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
 use crate::tags::Tag;
@@ -21,34 +20,6 @@ pub struct WrappedQueue {
     completed: Vec<(Tag, IoResult)>,
 }
 
-struct BorrowedSegments(Vec<Segment>);
-
-// SAFETY: the caller of `WrappedQueue::prepare` keeps the memory valid until the request has completed.
-unsafe impl SegmentOwner for BorrowedSegments {
-    fn segments(&self) -> &[Segment] {
-        &self.0
-    }
-}
-
-/// Calls the wrapped queue with its own view of the block layer, which consists of disjoint parts of the
-/// wrapping queue's view.
-macro_rules! call {
-    ($this:expr, $cx:expr, $call:ident $(, $argument:expr)*) => {{
-        let mut inner = DriverContext {
-            requests: &mut $this.requests,
-            bios: &$this.bios,
-            zeroes: $cx.zeroes,
-            completed: &mut $this.completed,
-            clock: $cx.clock,
-            ring: $cx.ring.as_deref_mut(),
-            owner: $cx.owner,
-            early_submission: $cx.early_submission,
-            limits_changed: $cx.limits_changed,
-        };
-        $this.queue.$call(&mut inner $(, $argument)*)
-    }};
-}
-
 impl WrappedQueue {
     /// Wraps `queue`, which the wrapped driver opened for `tags` tags.
     pub fn new(queue: Box<dyn DriverQueue>, tags: usize) -> WrappedQueue {
@@ -60,7 +31,7 @@ impl WrappedQueue {
         }
     }
 
-    /// Prepares the request with `tag` for [`WrappedQueue::queue_requests`]. It has the operation and flags
+    /// Prepares the request with `tag` for [`DriverQueue::queue_requests`]. It has the operation and flags
     /// of the wrapping queue's request with that tag, and transfers the first `bytes` of `segments` at
     /// `sector`.
     ///
@@ -81,7 +52,8 @@ impl WrappedQueue {
         slice_segments(segments, 0, bytes as u32, |segment| first.push(segment));
         let count = first.len() as u16;
         let data = match operation.has_data() {
-            true => Data::Segments(Box::new(Box::new(BorrowedSegments(first)))),
+            // SAFETY: the caller keeps the memory valid until the request has completed.
+            true => unsafe { Data::borrowed(first) },
             false => Data::None,
         };
         let sectors = bytes >> SECTOR_SHIFT;
@@ -105,8 +77,8 @@ impl WrappedQueue {
         };
     }
 
-    /// Removes and returns the requests that the wrapped queue has completed. Must be called after each call
-    /// of another method. Panics if the wrapped driver completed a request twice.
+    /// Removes and returns the requests that the wrapped queue has completed. Must be called after each
+    /// [`WrappedQueue::call`]. Panics if the wrapped driver completed a request twice.
     pub fn take_completed(&mut self) -> Vec<(Tag, IoResult)> {
         let completed = std::mem::take(&mut self.completed);
         for (tag, _) in &completed {
@@ -125,34 +97,25 @@ impl WrappedQueue {
         self.requests.iter().all(|request| request.state != RequestState::Busy)
     }
 
-    /// Calls [`DriverQueue::queue_requests`] of the wrapped queue with requests that were prepared.
-    pub fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        call!(self, cx, queue_requests, tags)
-    }
-
-    /// Calls [`DriverQueue::commit`] of the wrapped queue.
-    pub fn commit(&mut self, cx: &mut DriverContext<'_>) {
-        call!(self, cx, commit);
-    }
-
-    /// Calls [`DriverQueue::complete_cqe`] of the wrapped queue.
-    pub fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        call!(self, cx, complete_cqe, cqe);
-    }
-
-    /// Calls [`DriverQueue::poll`] of the wrapped queue.
-    pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        call!(self, cx, poll);
-    }
-
-    /// Calls [`DriverQueue::reload`] of the wrapped queue.
-    pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
-        call!(self, cx, reload);
-    }
-
-    /// Calls [`DriverQueue::close`] of the wrapped queue.
-    pub fn close(&mut self, cx: &mut DriverContext<'_>) {
-        call!(self, cx, close);
+    /// Calls the wrapped queue with its own view of the block layer, which consists of disjoint parts of the
+    /// wrapping queue's view. Only requests that were prepared may be offered to the queue.
+    pub fn call<R>(
+        &mut self,
+        cx: &mut DriverContext<'_>,
+        call: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R,
+    ) -> R {
+        let mut inner = DriverContext {
+            requests: &mut self.requests,
+            bios: &self.bios,
+            zeroes: cx.zeroes,
+            completed: &mut self.completed,
+            clock: cx.clock,
+            ring: cx.ring.as_deref_mut(),
+            owner: cx.owner,
+            early_submission: cx.early_submission,
+            limits_changed: cx.limits_changed,
+        };
+        call(&mut *self.queue, &mut inner)
     }
 
     /// Returns [`DriverQueue::state`] of a request that was prepared.

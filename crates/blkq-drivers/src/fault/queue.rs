@@ -221,7 +221,7 @@ impl FaultQueue {
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
         if !self.prepared.is_empty() {
             let tags: Vec<Tag> = self.prepared.drain(..).collect();
-            if let Taken::First(taken, _) = self.inner.queue_requests(cx, &tags) {
+            if let Taken::First(taken, _) = self.inner.call(cx, |queue, cx| queue.queue_requests(cx, &tags)) {
                 self.prepared.extend(&tags[taken..]);
                 self.again_ns = monotonic_ns() + AGAIN_NS;
             }
@@ -290,12 +290,12 @@ unsafe impl DriverQueue for FaultQueue {
     }
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
-        self.inner.commit(cx);
+        self.inner.call(cx, |queue, cx| queue.commit(cx));
         self.complete_inner(cx);
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        self.inner.complete_cqe(cx, cqe);
+        self.inner.call(cx, |queue, cx| queue.complete_cqe(cx, cqe));
         let offers = !self.prepared.is_empty();
         self.offer(cx);
         if offers {
@@ -315,9 +315,9 @@ unsafe impl DriverQueue for FaultQueue {
         let begun = !begin.is_empty() || !self.prepared.is_empty();
         self.begin(cx, begin);
         if begun {
-            self.inner.commit(cx);
+            self.inner.call(cx, |queue, cx| queue.commit(cx));
         }
-        self.inner.poll(cx);
+        self.inner.call(cx, |queue, cx| queue.poll(cx));
         self.complete_inner(cx);
     }
 
@@ -342,12 +342,12 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.limits = self.shared.inner.limits();
-        self.inner.reload(cx);
+        self.inner.call(cx, |queue, cx| queue.reload(cx));
         self.complete_inner(cx);
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {
-        self.inner.close(cx);
+        self.inner.call(cx, |queue, cx| queue.close(cx));
     }
 }
 

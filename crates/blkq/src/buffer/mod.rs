@@ -293,6 +293,15 @@ pub unsafe trait SegmentOwner: Any + Send {
     fn segments(&self) -> &[Segment];
 }
 
+struct Borrowed<T>(T);
+
+// SAFETY: created only by `Data::borrowed`, whose caller promises what the trait demands.
+unsafe impl<T: AsRef<[Segment]> + Send + 'static> SegmentOwner for Borrowed<T> {
+    fn segments(&self) -> &[Segment] {
+        self.0.as_ref()
+    }
+}
+
 /// Pages of the kernel that the ring knows as a registered buffer, or a part of them; for example the pages
 /// of a request to a ublk device. They have no address, so no thread can access them. Only READ_FIXED and
 /// WRITE_FIXED on that ring move their bytes.
@@ -358,6 +367,14 @@ pub enum Data {
 }
 
 impl Data {
+    /// Memory that the caller owns.
+    ///
+    /// # Safety
+    /// The memory must stay valid, and borrowed as the operation needs it, until the bio has completed.
+    pub(crate) unsafe fn borrowed(segments: impl AsRef<[Segment]> + Send + 'static) -> Data {
+        Data::Segments(Box::new(Box::new(Borrowed(segments))))
+    }
+
     /// Calls `f` with the memory as segments, or with no segment if the memory has no address.
     pub(crate) fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         match self {
