@@ -1,4 +1,3 @@
-use std::fmt;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -97,17 +96,6 @@ impl Completer {
             }
             Completer::Waiter(waiter) => waiter.notify(result, data),
             Completer::Owner(_) | Completer::None => {}
-        }
-    }
-}
-
-impl fmt::Debug for Completer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Completer::Owner(user_data) => write!(f, "Owner({user_data})"),
-            Completer::Callback(_) => f.write_str("Callback"),
-            Completer::Waiter(_) => f.write_str("Waiter"),
-            Completer::None => f.write_str("None"),
         }
     }
 }

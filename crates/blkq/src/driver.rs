@@ -23,6 +23,7 @@ use crate::tags::Tag;
 pub const EXTENTS_QUERY_NS: u64 = 100_000_000;
 
 /// A device: its size and limits, and how its queues are opened.
+#[allow(unused_variables, reason = "parameters of default methods")]
 pub trait Driver: Send + Sync {
     /// The driver's name: `loop`, `null`, `ram`, `rbd`.
     fn name(&self) -> &'static str;
@@ -45,7 +46,6 @@ pub trait Driver: Send + Sync {
     /// the thread that builds the disk or exchanges its driver. The threads of the queues may not be permitted to
     /// open files. The default does nothing. If this fails, the disk is not built, or keeps its driver.
     fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
-        let _ = queues;
         Ok(())
     }
 
@@ -57,7 +57,6 @@ pub trait Driver: Send + Sync {
     /// the extents found until then, at least one, because other clients and a forced stop wait for it. The
     /// default reports data. Fails with the I/O error of the device.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        let _ = max;
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
@@ -66,7 +65,6 @@ pub trait Driver: Send + Sync {
     /// thread. The default is depth 1, for devices without a backing file. Fails with the I/O error of the
     /// device.
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
-        let _ = max;
         Ok(vec![DepthExtent { length: range.end - range.start, depth: 1 }])
     }
 
@@ -92,7 +90,6 @@ pub trait Driver: Send + Sync {
     /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for settings. Fails with the
     /// reason why the device cannot be changed.
     fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
-        let _ = read_only;
         Ok(())
     }
 
@@ -100,7 +97,6 @@ pub trait Driver: Send + Sync {
     /// only does what else is needed, such as opening its file in another mode or changing its locks. The
     /// default does nothing. Fails with the reason why the device cannot be changed.
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        let _ = read_only;
         Ok(())
     }
 
@@ -108,7 +104,6 @@ pub trait Driver: Send + Sync {
     /// meanwhile. Fails with [`ErrorKind::Unsupported`] if the driver cannot resize, and
     /// [`ErrorKind::Invalid`] if the device cannot have this size.
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        let _ = bytes;
         Err(Error::new(ErrorKind::Unsupported, format!("a {} device cannot be resized", self.name())))
     }
 
@@ -287,30 +282,24 @@ pub enum Taken {
 /// only requests that it has taken and not completed, and each only when neither the kernel nor another
 /// thread uses its memory. A wrapper of another queue passes on exactly what it was passed: its own context,
 /// requests that it was offered, and each completion of the ring once, to the queue that submitted it.
+#[allow(unused_variables, reason = "parameters of default methods")]
 pub unsafe trait DriverQueue {
     /// Starts requests in the order of `tags`. More calls may follow before [`DriverQueue::commit`].
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken;
 
     /// Issues what the driver has collected since the last call: the batch is complete (`commit_rqs`).
-    fn commit(&mut self, cx: &mut DriverContext<'_>) {
-        let _ = cx;
-    }
+    fn commit(&mut self, cx: &mut DriverContext<'_>) {}
 
     /// Handles the completion of a submission of this queue.
-    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        let _ = (cx, cqe);
-    }
+    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {}
 
     /// Polls for completions that arrive without the ring, such as those of timers or other threads. Called
     /// once in each turn in which the driver has requests or another thread has woken the queue
     /// ([`OpenContext::wake`]).
-    fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        let _ = cx;
-    }
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {}
 
     /// The state of `request`, which the driver has under `tag`. Reported to users if the request hangs.
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
-        let _ = (tag, request);
         Cow::Borrowed("in the driver")
     }
 
@@ -321,15 +310,11 @@ pub unsafe trait DriverQueue {
     }
 
     /// Settings, size or backing store have changed. No request is in flight.
-    fn reload(&mut self, cx: &mut DriverContext<'_>) {
-        let _ = cx;
-    }
+    fn reload(&mut self, cx: &mut DriverContext<'_>) {}
 
     /// Unregisters what the queue has registered with the ring, which may outlive the queue. Called before
     /// the queue is dropped, while no request is in flight.
-    fn close(&mut self, cx: &mut DriverContext<'_>) {
-        let _ = cx;
-    }
+    fn close(&mut self, cx: &mut DriverContext<'_>) {}
 }
 
 /// The parts of the block layer that a driver queue may use during one call.

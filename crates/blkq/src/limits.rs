@@ -94,39 +94,31 @@ impl Default for QueueLimits {
 impl QueueLimits {
     /// Checks the limits for contradictions. Fails with [`ErrorKind::Invalid`] and the violated rule.
     pub fn validate(&self) -> Result<(), Error> {
-        let invalid =
-            |what: &str| Err(Error::new(ErrorKind::Invalid, format!("invalid queue limits: {what}")));
         let block = self.logical_block_bytes;
-        if !block.is_power_of_two() || !(512..=65536).contains(&block) {
-            return invalid("the logical block must be a power of two from 512 to 65536");
-        }
-        if !self.physical_block_bytes.is_power_of_two() || self.physical_block_bytes < block {
-            return invalid("the physical block must be a power of two, at least the logical block");
-        }
-        if !self.capacity_bytes.is_multiple_of(u64::from(block)) || self.capacity_bytes > i64::MAX as u64 {
-            return invalid("the capacity must be a multiple of the logical block, below 8 EiB");
-        }
-        if self.padding_bytes >= block || u64::from(self.padding_bytes) > self.capacity_bytes {
-            return invalid(
-                "the padding must be smaller than a logical block, and not larger than the device",
-            );
-        }
-        if self.max_request_bytes < block || self.max_segment_bytes < block || self.max_segments == 0 {
-            return invalid("a request must have room for one logical block");
-        }
-        if !self.chunk_bytes.is_multiple_of(block) {
-            return invalid("the chunk must be a multiple of the logical block");
-        }
-        if !self.memory_align.is_power_of_two() || self.memory_align > 4096 {
-            return invalid("the memory alignment must be a power of two, at most 4096");
-        }
-        if self.memory_align > block {
-            return invalid("the memory alignment must not exceed the logical block");
-        }
-        if self.max_discard_bytes != 0 && self.discard_granularity == 0 {
-            return invalid("a device that supports discard must have a discard granularity");
-        }
-        Ok(())
+        let rule = if !block.is_power_of_two() || !(512..=65536).contains(&block) {
+            "the logical block must be a power of two from 512 to 65536"
+        } else if !self.physical_block_bytes.is_power_of_two() || self.physical_block_bytes < block {
+            "the physical block must be a power of two, at least the logical block"
+        } else if !self.capacity_bytes.is_multiple_of(u64::from(block))
+            || self.capacity_bytes > i64::MAX as u64
+        {
+            "the capacity must be a multiple of the logical block, below 8 EiB"
+        } else if self.padding_bytes >= block || u64::from(self.padding_bytes) > self.capacity_bytes {
+            "the padding must be smaller than a logical block, and not larger than the device"
+        } else if self.max_request_bytes < block || self.max_segment_bytes < block || self.max_segments == 0 {
+            "a request must have room for one logical block"
+        } else if !self.chunk_bytes.is_multiple_of(block) {
+            "the chunk must be a multiple of the logical block"
+        } else if !self.memory_align.is_power_of_two() || self.memory_align > 4096 {
+            "the memory alignment must be a power of two, at most 4096"
+        } else if self.memory_align > block {
+            "the memory alignment must not exceed the logical block"
+        } else if self.max_discard_bytes != 0 && self.discard_granularity == 0 {
+            "a device that supports discard must have a discard granularity"
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(ErrorKind::Invalid, format!("invalid queue limits: {rule}")))
     }
 
     /// Size of the device without the padding: the bytes that the backing store has.

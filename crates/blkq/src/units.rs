@@ -2,8 +2,8 @@
 
 use crate::error::{Error, ErrorKind};
 
-/// Suffixes, and the base-2 logarithms of their factors.
-const SUFFIXES: [(char, u32); 6] = [('K', 10), ('M', 20), ('G', 30), ('T', 40), ('P', 50), ('E', 60)];
+/// The suffixes of the powers of 1024.
+const SUFFIXES: [&str; 7] = ["", "K", "M", "G", "T", "P", "E"];
 
 /// Parses a size in bytes: a number, followed by nothing; or by K, M, G, T, P or E, alone or with `iB`, for a
 /// power of 1024; or by KB, MB, GB, TB, PB or EB for a power of 1000. The number may have a fraction if the
@@ -49,12 +49,8 @@ fn unit_bytes(unit: &str) -> Option<u128> {
 
 /// Formats `bytes` with the largest binary suffix that divides it, in the notation of [`parse_bytes`].
 pub fn format_bytes(bytes: u64) -> String {
-    for (letter, shift) in SUFFIXES.iter().rev() {
-        if bytes != 0 && bytes.trailing_zeros() >= *shift {
-            return format!("{}{letter}", bytes >> shift);
-        }
-    }
-    bytes.to_string()
+    let power = if bytes == 0 { 0 } else { bytes.trailing_zeros() / 10 };
+    format!("{}{}", bytes >> (10 * power), SUFFIXES[power as usize])
 }
 
 /// Parses a time and returns it in nanoseconds. The text is a number, which may have a fraction, followed by
@@ -62,19 +58,13 @@ pub fn format_bytes(bytes: u64) -> String {
 pub fn parse_duration_ns(text: &str) -> Result<u64, Error> {
     let is_digit = |c: char| c.is_ascii_digit() || c == '.';
     let (number, unit) = text.split_at(text.find(|c| !is_digit(c)).unwrap_or(text.len()));
-    let unit_ns = match unit {
-        "ns" => Some(1.0),
-        "us" => Some(1e3),
-        "ms" => Some(1e6),
-        "s" => Some(1e9),
-        _ => None,
-    };
-    let ns =
-        number.parse::<f64>().ok().zip(unit_ns).map(|(number, unit_ns)| (number * unit_ns).round() as u64);
-    ns.ok_or_else(|| {
-        let message = format!("{text:?} is not a time: write a number and ns, us, ms or s");
-        Error::new(ErrorKind::Invalid, message)
-    })
+    let unit_ns =
+        [("ns", 1.0), ("us", 1e3), ("ms", 1e6), ("s", 1e9)].into_iter().find(|(name, _)| *name == unit);
+    if let (Ok(number), Some((_, unit_ns))) = (number.parse::<f64>(), unit_ns) {
+        return Ok((number * unit_ns).round() as u64);
+    }
+    let message = format!("{text:?} is not a time: write a number and ns, us, ms or s");
+    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 #[cfg(test)]

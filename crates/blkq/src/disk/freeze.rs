@@ -116,17 +116,13 @@ impl DiskControl {
         marks.store(marks.load(Relaxed) & !mark, Release);
         self.fence.light();
         if stopped.load(SeqCst) != 0 {
-            self.wake_drained();
+            self.wake_waiters();
         }
     }
 
     /// Wakes threads that wait for a freeze, so that they check whether waiting has become futile.
-    pub fn wake_waiters(&self) {
-        self.wake_drained();
-    }
-
     #[cold]
-    fn wake_drained(&self) {
+    pub fn wake_waiters(&self) {
         self.drained.wake_all();
     }
 

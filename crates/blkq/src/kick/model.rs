@@ -9,7 +9,7 @@ use crate::sync::{model, thread};
 /// Submitters mark work `rounds` times each, and kick. The owner sleeps in between. A lost kick deadlocks.
 fn no_work_stays_behind(submitters: usize, rounds: u32) {
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
-    let pending = Arc::new(PendingMap::new());
+    let pending = Arc::new(PendingMap::default());
     let work: Arc<Vec<AtomicU32>> = Arc::new((0..submitters).map(|_| AtomicU32::new(0)).collect());
     let threads: Vec<_> = (0..submitters)
         .map(|index| {

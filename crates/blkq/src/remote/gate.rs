@@ -144,11 +144,9 @@ fn waiting(load: u64) -> u32 {
     (load >> 32) as u32
 }
 
-impl Side {
-    fn note_in_flight(&self, count: u32) {
-        if count > self.largest_in_flight.load(Relaxed) {
-            self.largest_in_flight.fetch_max(count, Relaxed);
-        }
+fn raise(maximum: &AtomicU32, value: u32) {
+    if value > maximum.load(Relaxed) {
+        maximum.fetch_max(value, Relaxed);
     }
 }
 
@@ -233,7 +231,7 @@ impl RequestGate {
             }
             match side.load.compare_exchange_weak(load, load + 1, SeqCst, SeqCst) {
                 Ok(_) => {
-                    side.note_in_flight(count + 1);
+                    raise(&side.largest_in_flight, count + 1);
                     if batching && (fills || batcher.credit > 0) {
                         self.take_credit(side, batcher, now.unwrap_or_else(now_ns), fills);
                     }
@@ -259,10 +257,7 @@ impl RequestGate {
 
     fn use_credit(&self, batcher: &mut Batcher) {
         batcher.credit -= 1;
-        let granted = BATCH_REQUESTS - batcher.credit;
-        if granted > self.counters.largest_grant.load(Relaxed) {
-            self.counters.largest_grant.fetch_max(granted, Relaxed);
-        }
+        raise(&self.counters.largest_grant, BATCH_REQUESTS - batcher.credit);
     }
 
     /// Adds a request, and waits if the limit does not permit it yet. Must not be called on an engine's
@@ -382,7 +377,7 @@ impl RequestGate {
         while self.has_room(side, load) {
             match side.load.compare_exchange_weak(load, load + 1 - ONE_WAITER, SeqCst, SeqCst) {
                 Ok(_) => {
-                    side.note_in_flight(in_flight(load) + 1);
+                    raise(&side.largest_in_flight, in_flight(load) + 1);
                     return Some(());
                 }
                 Err(changed) => load = changed,
@@ -406,10 +401,7 @@ impl RequestGate {
             largest_grant: self.counters.largest_grant.load(Relaxed),
             waits: self.counters.waits.load(Relaxed),
             wakeups: self.counters.wakeups.load(Relaxed),
-            largest_in_flight: [
-                self.sides[0].largest_in_flight.load(Relaxed),
-                self.sides[1].largest_in_flight.load(Relaxed),
-            ],
+            largest_in_flight: self.sides.each_ref().map(|side| side.largest_in_flight.load(Relaxed)),
         }
     }
 }

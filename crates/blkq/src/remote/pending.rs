@@ -5,14 +5,10 @@ use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// One bit for each of 64 software queues.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PendingMap(CachePadded<AtomicU64>);
 
 impl PendingMap {
-    pub fn new() -> PendingMap {
-        PendingMap(CachePadded::new(AtomicU64::new(0)))
-    }
-
     pub fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("pending", writer, &*self.0));
     }
@@ -42,7 +38,7 @@ mod tests {
 
     #[test]
     fn each_mark_is_taken_once() {
-        let map = PendingMap::new();
+        let map = PendingMap::default();
         assert!(map.is_empty());
         for index in [63, 0, 31] {
             assert!(map.set(index));

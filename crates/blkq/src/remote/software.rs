@@ -124,7 +124,7 @@ impl SoftwareQueues {
     pub fn new() -> SoftwareQueues {
         SoftwareQueues {
             queues: (0..SOFTWARE_QUEUES).map(|_| CachePadded::new(Mutex::new(VecDeque::new()))).collect(),
-            pending: PendingMap::new(),
+            pending: PendingMap::default(),
             next: AtomicUsize::new(0),
         }
     }

@@ -89,25 +89,15 @@ impl StatsSnapshot {
             [group.ios, group.merges, group.sectors, group.nanoseconds / NS_PER_MS]
         };
         let [r, w, d, f] = StatGroup::ALL.map(four);
-        [
-            r[0],
-            r[1],
-            r[2],
-            r[3],
-            w[0],
-            w[1],
-            w[2],
-            w[3],
-            self.in_flight.iter().sum(),
-            self.busy_ns / NS_PER_MS,
-            r[3] + w[3] + d[3] + f[3],
-            d[0],
-            d[1],
-            d[2],
-            d[3],
-            f[0],
-            f[3],
-        ]
+        let mut fields = [0; 17];
+        fields[..4].copy_from_slice(&r);
+        fields[4..8].copy_from_slice(&w);
+        fields[8] = self.in_flight.iter().sum();
+        fields[9] = self.busy_ns / NS_PER_MS;
+        fields[10] = r[3] + w[3] + d[3] + f[3];
+        fields[11..15].copy_from_slice(&d);
+        (fields[15], fields[16]) = (f[0], f[3]);
+        fields
     }
 
     /// The fields as the kernel prints them, each right-aligned in eight columns.
@@ -162,14 +152,5 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.throttled += other.throttled;
         self.held += other.held;
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
-    }
-}
-
-impl<'a> std::iter::Sum<&'a StatsSnapshot> for StatsSnapshot {
-    fn sum<I: Iterator<Item = &'a StatsSnapshot>>(queues: I) -> StatsSnapshot {
-        queues.fold(StatsSnapshot::default(), |mut sum, queue| {
-            sum += queue;
-            sum
-        })
     }
 }

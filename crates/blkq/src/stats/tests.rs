@@ -194,8 +194,12 @@ fn several_queues_are_never_busier_than_the_clock() {
     for queue in &mut queues {
         queue.start(StatGroup::Read, 2, 100);
     }
-    let at = |now_ns| queues.iter().map(|q| snapshot_at(q, now_ns)).collect::<Vec<_>>().iter().sum();
-    let (then, now): (StatsSnapshot, StatsSnapshot) = (at(200), at(1200));
+    let at = |now_ns| {
+        let mut sum = StatsSnapshot::default();
+        queues.iter().for_each(|queue| sum += &snapshot_at(queue, now_ns));
+        sum
+    };
+    let (then, now) = (at(200), at(1200));
     assert_eq!(now.in_flight, [4, 0]);
     assert_eq!(now.delta(&then).busy_ns, 1000);
 }

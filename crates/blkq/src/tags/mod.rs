@@ -42,7 +42,6 @@ pub const SHARE_MIN: u32 = 4;
 const WORDS_MIN: u32 = 4;
 
 /// The tags of one or several queues, numbered from 0 to one below the depth.
-#[derive(Debug)]
 pub struct TagSet {
     words: Box<[CachePadded<AtomicU64>]>,
     /// Base-2 logarithm of the number of tags per word.

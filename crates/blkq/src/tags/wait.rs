@@ -6,7 +6,6 @@
 //! puts them back and then looks for bits. All of these accesses are SeqCst, so at least one of the two sees
 //! what the other has written.
 
-use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use crate::kick::Wake;
@@ -51,7 +50,7 @@ pub(super) struct Waiters {
     registering: Mutex<()>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Counters {
     /// Tags that were freed while there were waiters; wraps around.
     freed: AtomicU32,
@@ -200,15 +199,5 @@ impl Waiters {
                 return true;
             }
         }
-    }
-}
-
-impl fmt::Debug for Waiters {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Waiters { waiting, counters, .. } = self;
-        f.debug_struct("Waiters")
-            .field("waiting", waiting)
-            .field("counters", counters)
-            .finish_non_exhaustive()
     }
 }

@@ -34,6 +34,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"blkqgrp\x01");
 /// Words for the name of a member.
 const NAME_WORDS: usize = if cfg!(model_check) { 1 } else { 14 };
 
+#[derive(Default)]
 #[repr(C, align(64))]
 struct Header {
     magic: AtomicU64,
@@ -44,6 +45,7 @@ struct Header {
     used: AtomicU64,
 }
 
+#[derive(Default)]
 #[repr(C, align(64))]
 struct Slot {
     weight: AtomicU64,
@@ -58,28 +60,6 @@ struct Words {
     header: Header,
     buckets: Buckets,
     slots: [Slot; MEMBERS_MAX],
-}
-
-fn zeroes<const N: usize>() -> [AtomicU64; N] {
-    std::array::from_fn(|_| AtomicU64::new(0))
-}
-
-impl Words {
-    fn new() -> Words {
-        let header = Header {
-            magic: AtomicU64::new(0),
-            boot: zeroes(),
-            limits: SequencedWords::new(),
-            used: AtomicU64::new(0),
-        };
-        let slot = |_| Slot {
-            weight: AtomicU64::new(0),
-            spent_ns: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
-            active_until_ns: zeroes(),
-            name: zeroes(),
-        };
-        Words { header, buckets: Buckets::default(), slots: std::array::from_fn(slot) }
-    }
 }
 
 enum Memory {
@@ -115,7 +95,9 @@ pub struct MemberInfo {
 impl Default for Group {
     /// A group in the memory of this process, without limits.
     fn default() -> Group {
-        let group = Group { memory: Memory::Own(Box::new(Words::new())) };
+        let slots = std::array::from_fn(|_| Slot::default());
+        let words = Words { header: Header::default(), buckets: Buckets::default(), slots };
+        let group = Group { memory: Memory::Own(Box::new(words)) };
         group.reset([0; 2], 0, &RateLimits::default());
         group
     }

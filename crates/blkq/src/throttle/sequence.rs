@@ -18,11 +18,13 @@ pub(super) struct SequencedWords<const N: usize> {
     words: [AtomicU64; N],
 }
 
-impl<const N: usize> SequencedWords<N> {
-    pub fn new() -> SequencedWords<N> {
+impl<const N: usize> Default for SequencedWords<N> {
+    fn default() -> SequencedWords<N> {
         SequencedWords { sequence: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
     }
+}
 
+impl<const N: usize> SequencedWords<N> {
     /// The number of the last change. Odd during a change, or if a change was interrupted.
     #[inline]
     pub fn sequence(&self) -> u64 {

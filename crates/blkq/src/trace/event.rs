@@ -52,7 +52,7 @@ enumeration! {
 /// The client that submitted a bio.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 #[repr(transparent)]
-pub struct TraceClient(u32);
+pub struct TraceClient(pub(super) u32);
 
 impl TraceClient {
     /// No known client, such as a thread of this process.
@@ -73,14 +73,6 @@ impl TraceClient {
     /// The number of the client within its attachment.
     pub const fn number(self) -> u32 {
         self.0 & Self::NUMBER
-    }
-
-    pub(super) const fn bits(self) -> u32 {
-        self.0
-    }
-
-    pub(super) const fn from_bits(bits: u32) -> TraceClient {
-        TraceClient(bits)
     }
 }
 

@@ -61,12 +61,8 @@ impl TraceMemory {
     pub fn new(queues: usize, ring_bytes: u64) -> Result<Arc<TraceMemory>, Error> {
         let pages = ring_bytes / PAGE_BYTES;
         if !ring_bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "the trace ring of a queue must be a multiple of {PAGE_BYTES} bytes, not {ring_bytes}"
-                ),
-            ));
+            let why = format!("must be a multiple of {PAGE_BYTES} bytes, not {ring_bytes}");
+            return Err(Error::new(ErrorKind::Invalid, format!("the trace ring of a queue {why}")));
         }
         let words = Words::new(words_of(queues, pages)?)?;
         for (word, value) in words.all().iter().zip([MAGIC, queues as u64, pages]) {
@@ -92,13 +88,9 @@ impl TraceMemory {
         // Relaxed: the process that created the memory wrote the header before it sent the file.
         let magic = magic.load(Relaxed);
         if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "the trace has format {}, and this program reads format {}",
-                    magic as u8, MAGIC as u8
-                ),
-            ));
+            let (other, own) = (magic as u8, MAGIC as u8);
+            let message = format!("the trace has format {other}, and this program reads format {own}");
+            return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let (queues, pages) = (queues.load(Relaxed), pages.load(Relaxed));
         let queues = usize::try_from(queues).map_err(|_| no_memory())?;

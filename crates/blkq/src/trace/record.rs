@@ -81,7 +81,7 @@ impl PlugRecord {
         let (tag_words, client_words) = words.split_at(tags.len().div_ceil(TAGS_OF_WORD));
         write_tags(tag_words, tags, |tag| tag.0);
         let pairs = clients.chunks(CLIENTS_OF_WORD).zip(client_words);
-        pairs.for_each(|(pair, word)| word.store(pack(pair, |client| u64::from(client.bits()), 32), Relaxed));
+        pairs.for_each(|(pair, word)| word.store(pack(pair, |client| u64::from(client.0), 32), Relaxed));
         let flag = |is_set, flag| if is_set { flag } else { 0 };
         let first = PLUG
             | (tags.len() as u64) << COUNT_SHIFT
@@ -229,7 +229,7 @@ fn expand_plug(
             // The number of a plain bio is its tag.
             bio: u32::from(tag.0),
             tag: Some(tag),
-            client: TraceClient::from_bits(client as u32),
+            client: TraceClient(client as u32),
             status: None,
             other: 0,
         })

@@ -115,7 +115,6 @@ pub(super) struct MqDeadline {
     writes_starved: u32,
     /// Largest number of requests in a batch.
     fifo_batch: u32,
-    front_merges: bool,
 }
 
 impl MqDeadline {
@@ -128,7 +127,6 @@ impl MqDeadline {
             starved: 0,
             writes_starved: 2,
             fifo_batch: 16,
-            front_merges: true,
         }
     }
 
@@ -204,9 +202,6 @@ impl Scheduler for MqDeadline {
         let back = direction.before(sector).filter(|tag| requests[tag.index()].end() == sector);
         if let Some(tag) = back.filter(same) {
             return Some((tag, MergeSide::Back));
-        }
-        if !self.front_merges {
-            return None;
         }
         let end = sector + sectors;
         let front = direction.at_or_after(end).filter(|tag| self.entries[tag.index()].sector == end);

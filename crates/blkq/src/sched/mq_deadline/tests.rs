@@ -142,19 +142,17 @@ fn deadlines_bound_the_wait_behind_a_stream() {
 #[test]
 fn the_tunables_are_those_of_the_kernel() {
     let scheduler = MqDeadline::new(4);
-    assert_eq!((scheduler.writes_starved, scheduler.fifo_batch, scheduler.front_merges), (2, 16, true));
+    assert_eq!((scheduler.writes_starved, scheduler.fifo_batch), (2, 16));
     assert_eq!(scheduler.directions.each_ref().map(|d| d.expire_ns / NS_PER_MS), [500, 5000]);
 }
 
 #[test]
-fn without_front_merges_only_the_back_is_found() {
+fn a_bio_is_merged_at_the_front_or_at_the_back() {
     let mut bed = TestBed::new();
     let tag = bed.insert(Operation::Write, 100, 8).unwrap();
     let find =
         |bed: &TestBed, sector| bed.scheduler.find_merge(&bed.requests, Operation::Write, Sector(sector), 8);
     assert_eq!(find(&bed, 92), Some((tag, MergeSide::Front)));
-    bed.scheduler.front_merges = false;
-    assert_eq!(find(&bed, 92), None);
     assert_eq!(find(&bed, 108), Some((tag, MergeSide::Back)));
 }
 
