@@ -1,10 +1,9 @@
 //! `blkq commit`: merges the active overlay of a device into its backing file. The daemon is confined, so
 //! this command opens the backing file and sends it over the control socket.
 
-use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
@@ -22,12 +21,9 @@ use super::bitmap_file::BitmapFile;
 use super::recorded_image::RecordedImage;
 use crate::config;
 use crate::devices::DeviceArg;
-use crate::output::{print_json, print_line, warn};
+use crate::output::{Progress, print_json, print_line, warn};
 
-const PROGRESS_AFTER: Duration = Duration::from_secs(2);
-/// A log gets fewer lines than a terminal, where each line overwrites the previous one.
-const PROGRESS_INTERVAL_TERMINAL: Duration = Duration::from_secs(1);
-const PROGRESS_INTERVAL_LOG: Duration = Duration::from_secs(10);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 #[derive(clap::Args, Debug)]
@@ -78,8 +74,12 @@ impl Args {
         let files: Vec<_> = files.into_iter().flatten().map(AsFd::as_fd).collect();
         dialogue.go_on(&files).map_err(of)?;
         drop((image, synced));
-        let mut progress = ProgressLine::new(&name);
-        wait(&name, &dialogue, &mut signals, || progress.print(&dir));
+        let mut progress = Progress::new(PROGRESS_INTERVAL);
+        let line = || {
+            let commit = ask::<DeviceInfo>(&dir, &name, &Request::Show {}).ok()?.commit?;
+            Some(format!("{name}: {}", shown_progress(&commit)))
+        };
+        wait(&name, &dialogue, &mut signals, || progress.show(line));
         progress.clear();
         let reply = dialogue.reply::<Committed>();
         // If no reply arrived, the device may already have pivoted, so the record must stay.
@@ -182,43 +182,6 @@ fn wait(name: &str, dialogue: &Dialogue, signals: &mut Signals, mut each: impl F
             }
         }
         each();
-    }
-}
-
-struct ProgressLine<'a> {
-    name: &'a str,
-    is_terminal: bool,
-    next: Instant,
-    is_shown: bool,
-}
-
-impl ProgressLine<'_> {
-    fn new(name: &str) -> ProgressLine<'_> {
-        let is_terminal = std::io::stderr().is_terminal();
-        ProgressLine { name, is_terminal, next: Instant::now() + PROGRESS_AFTER, is_shown: false }
-    }
-
-    fn print(&mut self, dir: &StateDir) {
-        if Instant::now() < self.next {
-            return;
-        }
-        let interval = if self.is_terminal { PROGRESS_INTERVAL_TERMINAL } else { PROGRESS_INTERVAL_LOG };
-        self.next = Instant::now() + interval;
-        let info = ask::<DeviceInfo>(dir, self.name, &Request::Show {});
-        let Some(commit) = info.ok().and_then(|info| info.commit) else { return };
-        let line = format!("{}: {}", self.name, shown_progress(&commit));
-        match self.is_terminal {
-            // CR and EL (ECMA-48) erase the previous line.
-            true => _ = write!(std::io::stderr(), "\r\x1b[K{line}"),
-            false => print_error(&Failure::new(line)),
-        }
-        self.is_shown = true;
-    }
-
-    fn clear(&self) {
-        if self.is_shown && self.is_terminal {
-            let _ = write!(std::io::stderr(), "\r\x1b[K");
-        }
     }
 }
 

@@ -155,7 +155,7 @@ impl Command {
             Command::Stat(args) => args.run(Cli::command),
             Command::Top(args) => args.run(),
             Command::Log(args) => args.run().map(done),
-            Command::Trace(args) => args.run(),
+            Command::Trace(args) => args.run().map(done),
             Command::Set(args) => args.run(Cli::command),
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),

@@ -1,10 +1,9 @@
 //! `blkq trace`: traces each I/O of a device. The daemon writes events into rings in shared memory, which
 //! this command polls.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::ops::Bound;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -18,6 +17,7 @@ use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::devices::DeviceArg;
+use crate::output::Progress;
 use crate::trace::filter::{Filter, Filtered};
 use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
@@ -27,8 +27,7 @@ use crate::usage;
 
 /// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
-const PROGRESS_AFTER: Duration = Duration::from_secs(2);
-const PROGRESS_EVERY: Duration = Duration::from_millis(500);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -110,7 +109,7 @@ fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
 }
 
 impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run(self) -> Outcome {
         let ring_bytes = ring_bytes_of(self.buffer)?;
         let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
         if self.follow && is_stream {
@@ -136,7 +135,7 @@ impl Args {
             lost: 0,
         };
         let begun = Instant::now();
-        let stopped = tracing.follow(dialogue, rings, &stop, self.duration, self.shows_progress());
+        let stopped = tracing.follow(dialogue, rings, &stop, self.duration, self.progress());
         let finished = tracing.finish();
         let mut line = format!(
             "{name}: {} events in {:.1} s, {} lost",
@@ -148,26 +147,20 @@ impl Args {
         if let Some(omitted) = omitted {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
         }
-        match (stopped, finished) {
+        let closed = || Failure::new(format!("{name}: the daemon closed the connection"));
+        let closed = matches!(stopped, Ok(StopReason::DaemonExited)).then(closed);
+        let (failure, files) = match (stopped, finished) {
             (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
-                print_error(&Failure::new(line));
-                Err(failure)
+                (Some(failure), Vec::new())
             }
-            (stopped, finished) => {
-                if let Ok(files) = finished
-                    && !files.is_empty()
-                {
-                    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
-                    line.push_str(&format!("; written to {}", files.join(" ")));
-                }
-                print_error(&Failure::new(line));
-                let closed = matches!(stopped, Ok(StopReason::DaemonExited));
-                if closed {
-                    print_error(&Failure::new(format!("{name}: the daemon closed the connection")));
-                }
-                Ok(if closed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
-            }
+            (_, finished) => (closed, finished.unwrap_or_default()),
+        };
+        if !files.is_empty() {
+            let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+            line.push_str(&format!("; written to {}", files.join(" ")));
         }
+        print_error(&Failure::new(line));
+        failure.map_or(Ok(()), Err)
     }
 
     fn outputs(&self, is_stream: bool, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
@@ -186,8 +179,10 @@ impl Args {
         Ok(outputs)
     }
 
-    fn shows_progress(&self) -> bool {
-        std::io::stderr().is_terminal() && !self.follow && (self.output.is_some() || self.chrome.is_some())
+    fn progress(&self) -> Option<Progress> {
+        let has_file = self.output.is_some() || self.chrome.is_some();
+        let is_shown = std::io::stderr().is_terminal() && !self.follow && has_file;
+        is_shown.then(|| Progress::new(PROGRESS_INTERVAL))
     }
 }
 
@@ -213,10 +208,10 @@ impl Tracing {
         mut rings: Rings,
         stop: &AtomicBool,
         duration: Option<Duration>,
-        shows_progress: bool,
+        mut progress: Option<Progress>,
     ) -> Result<StopReason, OutputError> {
         let begun = Instant::now();
-        let (mut shown, mut more) = (begun, false);
+        let mut more = false;
         let reason = loop {
             let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
@@ -227,15 +222,9 @@ impl Tracing {
             let closed =
                 poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
             more = self.write_batch(&mut rings, monotonic_ns())?;
-            if shows_progress && begun.elapsed() >= PROGRESS_AFTER && shown.elapsed() >= PROGRESS_EVERY {
-                shown = Instant::now();
+            if let Some(progress) = &mut progress {
                 let seconds = begun.elapsed().as_secs();
-                let _ = write!(
-                    std::io::stderr(),
-                    "\r\x1b[K{seconds} s, {} events, {} lost",
-                    self.events,
-                    self.lost
-                );
+                progress.show(|| Some(format!("{seconds} s, {} events, {} lost", self.events, self.lost)));
             }
             match (closed, over) {
                 (_, true) => break StopReason::Requested,
@@ -243,9 +232,7 @@ impl Tracing {
                 _ => {}
             }
         };
-        if shows_progress && shown > begun {
-            let _ = write!(std::io::stderr(), "\r\x1b[K");
-        }
+        progress.iter().for_each(Progress::clear);
         // The shared memory still contains the events that were written before the connection was closed.
         let now_ns = monotonic_ns();
         while self.write_batch(&mut rings, now_ns)? {}
@@ -255,8 +242,8 @@ impl Tracing {
 
     /// Writes a batch of the events before `now_ns` (monotonic clock). Returns whether there are more.
     fn write_batch(&mut self, rings: &mut Rings, now_ns: u64) -> Result<bool, OutputError> {
-        let batch = rings.read(now_ns);
-        self.write(batch.items).map(|()| batch.more)
+        let (items, more) = rings.read(now_ns);
+        self.write(items).map(|()| more)
     }
 
     /// Writes the items, without those that the filter drops, and the requests that they complete.

@@ -1,6 +1,7 @@
 //! The standard output of commands, and the exit code of those that act on several devices.
 
 pub mod columns;
+mod progress;
 mod table;
 
 use std::io::Write;
@@ -8,6 +9,7 @@ use std::process::ExitCode;
 
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 
+pub use progress::Progress;
 pub use table::{Align, render, render_apart};
 
 /// Prints `text` on standard output, without buffering. If the reader of a pipe has closed its end, the

@@ -99,7 +99,7 @@ pub struct Encoder {
 }
 
 /// The fields that differ between records.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Record<'a> {
     queue: usize,
     time_ns: u64,
@@ -136,20 +136,17 @@ impl Encoder {
             }
         };
         let (queue, time_ns, pid) = (item.queue, event.time_ns, pid(event.client));
+        let of_event = Record { queue, time_ns, pid, ..Record::default() };
         if self.named.insert(event.client) {
             let mut comm = [0; COMM_BYTES];
             let name = client_name(event.client);
             let length = name.len().min(comm.len() - 1);
             comm[..length].copy_from_slice(&name.as_bytes()[..length]);
-            self.record(
-                &Record { queue, time_ns, action: PROCESS, pid, payload: &comm, ..Record::default() },
-                out,
-            );
+            self.record(&Record { action: PROCESS, payload: &comm, ..of_event }, out);
         }
         if event.kind == EventKind::Throttle {
             let text = format!("throttled {} {} + {}", rwbs(event), event.sector.0, event.bytes >> 9);
-            let payload = text.as_bytes();
-            self.record(&Record { queue, time_ns, action: MESSAGE, pid, payload, ..Record::default() }, out);
+            self.record(&Record { action: MESSAGE, payload: text.as_bytes(), ..of_event }, out);
             return;
         }
         let is_plug = matches!(event.kind, EventKind::Plug | EventKind::Unplug);
@@ -159,19 +156,15 @@ impl Encoder {
             _ => None,
         };
         let payload = payload.map(u64::to_be_bytes);
-        self.record(
-            &Record {
-                queue,
-                time_ns,
-                sector: event.sector.0,
-                bytes: event.bytes,
-                action: action_of(event.kind) | if is_plug { 0 } else { categories_of(event) },
-                pid,
-                error: event.status.map_or(0, |status| -status.errno()),
-                payload: payload.as_ref().map_or(&[], |bytes| &bytes[..]),
-            },
-            out,
-        );
+        let record = Record {
+            sector: event.sector.0,
+            bytes: event.bytes,
+            action: action_of(event.kind) | if is_plug { 0 } else { categories_of(event) },
+            error: event.status.map_or(0, |status| -status.errno()),
+            payload: payload.as_ref().map_or(&[], |bytes| &bytes[..]),
+            ..of_event
+        };
+        self.record(&record, out);
     }
 
     fn record(&mut self, record: &Record<'_>, out: &mut Vec<u8>) {

@@ -4,9 +4,10 @@
 use std::io::{self, Write};
 
 use blkq::trace::TraceEvent;
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::io_tracker::{CompletedRequest, Stage};
+use super::io_tracker::CompletedRequest;
 use super::item::client_name;
 
 /// The process ID that represents the device in the file.
@@ -19,16 +20,6 @@ pub struct ChromeWriter<W: Write> {
     out: W,
     since_ns: u64,
     requests: u64,
-}
-
-fn stage_name(stage: Stage) -> &'static str {
-    match stage {
-        Stage::Queued => "queued",
-        Stage::Throttled => "throttled",
-        Stage::Scheduled => "scheduled",
-        Stage::Driver => "driver",
-        Stage::Requeued => "requeued",
-    }
 }
 
 impl<W: Write> ChromeWriter<W> {
@@ -58,8 +49,8 @@ impl<W: Write> ChromeWriter<W> {
         self.slice(queue, 'b', &name, *begin_ns, Some(&arguments))?;
         let ends = request.stages[1..].iter().map(|(_, ns)| *ns).chain([time_ns]);
         for ((stage, begin_ns), end_ns) in request.stages.iter().zip(ends) {
-            self.slice(queue, 'b', stage_name(*stage), *begin_ns, None)?;
-            self.slice(queue, 'e', stage_name(*stage), end_ns, None)?;
+            self.slice(queue, 'b', stage, *begin_ns, None)?;
+            self.slice(queue, 'e', stage, end_ns, None)?;
         }
         self.slice(queue, 'e', &name, time_ns, None)
     }
@@ -68,7 +59,7 @@ impl<W: Write> ChromeWriter<W> {
         &mut self,
         queue: usize,
         phase: char,
-        name: &str,
+        name: &impl Serialize,
         ns: u64,
         args: Option<&Value>,
     ) -> io::Result<()> {
@@ -93,6 +84,7 @@ mod tests {
     use blkq::trace::EventKind;
     use blkq::{Operation, Sector, Status};
 
+    use super::super::io_tracker::Stage;
     use super::*;
 
     #[test]

@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use blkq::trace::{EventKind, NO_BIO, TraceEvent};
 use blkq::{Operation, Tag};
+use serde::Serialize;
 
 use super::item::{Item, ItemKind};
 
@@ -52,7 +53,8 @@ pub struct Io {
     bios: Vec<u32>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Stage {
     /// From submission to the scheduler or the driver: checks, merging, tags and the plug.
     Queued,

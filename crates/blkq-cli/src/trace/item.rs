@@ -1,6 +1,6 @@
 //! The items of a trace: events, and gaps between events. Describes them for people, similar to blkparse(1).
 
-use std::fmt::Write;
+use std::io::Write;
 
 use blkq::trace::{EventKind, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation};
@@ -19,15 +19,6 @@ pub enum ItemKind {
     Event(TraceEvent),
     /// Number of events that were overwritten before they were read.
     Lost(u64),
-}
-
-impl Item {
-    pub fn event(&self) -> Option<&TraceEvent> {
-        match &self.kind {
-            ItemKind::Event(event) => Some(event),
-            ItemKind::Lost(_) => None,
-        }
-    }
 }
 
 /// Operation and flags as letters, as blkparse(1) prints them, and `WZ` for write zeroes. `N` for events of
@@ -67,10 +58,10 @@ pub fn client_name(client: TraceClient) -> String {
 
 /// Appends the line of `item`: queue, seconds since `since_ns`, client, event, operation, position and length
 /// in sectors, error.
-pub fn line(item: &Item, since_ns: u64, out: &mut String) {
+pub fn line(item: &Item, since_ns: u64, out: &mut Vec<u8>) {
     let ns = item.time_ns.saturating_sub(since_ns);
     let queue = item.queue;
-    // Writing to a string does not fail.
+    // Writing to memory does not fail.
     let _ = match &item.kind {
         ItemKind::Lost(events) => writeln!(out, "{queue:>3} {events} events lost"),
         ItemKind::Event(event) => {
@@ -98,6 +89,15 @@ pub(super) mod tests {
     use blkq::Tag;
 
     use super::*;
+
+    impl Item {
+        pub fn event(&self) -> Option<&TraceEvent> {
+            match &self.kind {
+                ItemKind::Event(event) => Some(event),
+                ItemKind::Lost(_) => None,
+            }
+        }
+    }
 
     /// An event of a read, without bio and tag.
     pub fn event(kind: EventKind, time_ns: u64) -> TraceEvent {

@@ -29,14 +29,13 @@ pub enum OutputError {
 }
 
 pub enum Output {
-    Lines {
-        /// The time of the trace's clock to which the lines are relative.
-        since_ns: u64,
-        /// Lines that have not been written yet.
-        text: String,
+    /// Lines or a binary stream on standard output.
+    Stdout {
+        /// Appends an item to the bytes.
+        encode: Box<dyn FnMut(&Item, &mut Vec<u8>)>,
+        /// Encoded items that have not been written yet.
+        bytes: Vec<u8>,
     },
-    /// A binary stream on standard output.
-    Stream(Encoder, Vec<u8>),
     /// A binary file per queue.
     Files(Vec<(PathBuf, BufWriter<File>, Encoder)>, Vec<u8>),
     Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
@@ -61,13 +60,14 @@ fn remove_earlier(path: &Path) -> Outcome {
 
 impl Output {
     pub fn lines(start: &TraceStart<'_>) -> Output {
-        Output::Lines { since_ns: start.time_ns, text: String::new() }
+        let since_ns = start.time_ns;
+        Output::Stdout { encode: Box::new(move |item, out| line(item, since_ns, out)), bytes: Vec::new() }
     }
 
     pub fn stream(start: &TraceStart<'_>) -> Output {
         let (mut encoder, mut bytes) = (Encoder::new(start.queues), Vec::new());
         encoder.begin(0, start.time_ns, start.since_epoch, &mut bytes);
-        Output::Stream(encoder, bytes)
+        Output::Stdout { encode: Box::new(move |item, out| encoder.encode(item, out)), bytes }
     }
 
     /// Creates the files `PREFIX.blktrace.0` and so on, one per queue. `place` is the prefix, or a directory
@@ -107,14 +107,8 @@ impl Output {
 
     pub fn items(&mut self, items: &[Item]) -> Result<(), OutputError> {
         match self {
-            Output::Lines { since_ns, text } => {
-                items.iter().for_each(|item| line(item, *since_ns, text));
-                let written = to_stdout(text.as_bytes());
-                text.clear();
-                written
-            }
-            Output::Stream(encoder, bytes) => {
-                items.iter().for_each(|item| encoder.encode(item, bytes));
+            Output::Stdout { encode, bytes } => {
+                items.iter().for_each(|item| encode(item, bytes));
                 let written = to_stdout(bytes);
                 bytes.clear();
                 written
@@ -145,8 +139,7 @@ impl Output {
     /// Completes the output. Returns the paths of its files.
     pub fn finish(self) -> Result<Vec<PathBuf>, OutputError> {
         match self {
-            Output::Lines { .. } => Ok(Vec::new()),
-            Output::Stream(_, bytes) => to_stdout(&bytes).map(|()| Vec::new()),
+            Output::Stdout { bytes, .. } => to_stdout(&bytes).map(|()| Vec::new()),
             Output::Files(files, _) => {
                 let finish = |(path, mut file, _): (PathBuf, BufWriter<File>, Encoder)| {
                     file.flush().map_err(|e| failed(&path, &e)).map(|()| path)

@@ -28,12 +28,6 @@ struct QueueRing {
     lost: u64,
 }
 
-pub struct Batch {
-    pub items: Vec<Item>,
-    /// Whether there is more to read now.
-    pub more: bool,
-}
-
 impl Rings {
     /// Makes the daemon of `name` trace its device, with `ring_bytes` bytes for the events of each queue. The
     /// daemon stops the trace when the dialogue is dropped, and closes the connection when it exits; the rings
@@ -62,8 +56,8 @@ impl Rings {
     }
 
     /// Reads what was written before `now_ns`, or a part of it. `now_ns` must not be in the future. Returns
-    /// the items that no later item can precede.
-    pub fn read(&mut self, now_ns: u64) -> Batch {
+    /// the items that no later item can precede, and whether there is more to read now.
+    pub fn read(&mut self, now_ns: u64) -> (Vec<Item>, bool) {
         let mut lagging = self.ordered.most_lagging_queue(now_ns);
         while let Some(queue) = lagging
             && !self.ordered.is_full()
@@ -74,7 +68,7 @@ impl Rings {
             self.ordered.add(queue, items_of(queue, lost, &mut self.events), now_ns, page.more);
             lagging = self.ordered.most_lagging_queue(now_ns);
         }
-        Batch { items: self.ordered.take(), more: lagging.is_some() }
+        (self.ordered.take(), lagging.is_some())
     }
 
     /// Returns all remaining items, and a gap for each queue whose last events are missing.
@@ -149,10 +143,10 @@ mod tests {
         };
         let now_ns = monotonic_ns();
         loop {
-            let batch = rings.read(now_ns);
-            check(&batch.items);
+            let (items, more) = rings.read(now_ns);
+            check(&items);
             batches += 1;
-            if !batch.more {
+            if !more {
                 break;
             }
         }

@@ -48,7 +48,7 @@ proptest! {
     #[test]
     fn arbitrary_sequences_of_events_are_written(items in prop::collection::vec(item(), 1..200)) {
         let (mut tracker, mut filtered) = (IoTracker::new(2), Filtered::new(Filter::default()));
-        let (mut encoder, mut bytes, mut text) = (Encoder::new(2), Vec::new(), String::new());
+        let (mut encoder, mut bytes, mut text) = (Encoder::new(2), Vec::new(), Vec::new());
         let mut chrome = ChromeWriter::new(Vec::new(), "d", 2, 7).unwrap();
         for item in &items {
             encoder.encode(item, &mut bytes);
@@ -64,6 +64,6 @@ proptest! {
         filtered.take();
         prop_assert!(filtered.take_requests().is_empty(), "open I/Os are left out");
         chrome.finish().unwrap();
-        prop_assert_eq!(text.lines().count(), items.len());
+        prop_assert_eq!(String::from_utf8(text).unwrap().lines().count(), items.len());
     }
 }
