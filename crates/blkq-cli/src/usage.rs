@@ -6,6 +6,7 @@ use std::ops::RangeBounds;
 use std::time::Duration;
 
 use blkq_protocol::failure::similar::distance;
+use clap::Command;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -45,25 +46,17 @@ pub fn parse_seconds(text: &str, allowed: impl RangeBounds<f64>, rule: &str) -> 
     seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| rule.to_owned())
 }
 
-/// Prints a mistake in the usage of `subcommand`, followed by the usage, and exits with 2.
-pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, message: impl Display) -> ! {
-    command.build();
-    match command.find_subcommand_mut(subcommand) {
-        Some(subcommand) => subcommand.error(kind, message),
-        None => command.error(kind, message),
-    }
-    .exit()
+/// Prints a mistake in the usage of the subcommand with the arguments `A`, followed by the usage, and exits with 2.
+/// The arguments must have a usage text of their own.
+pub fn exit<A: clap::Args>(message: impl Display) -> ! {
+    A::augment_args(Command::new("blkq")).error(ErrorKind::ValueValidation, message).exit()
 }
 
 /// Improves an error of clap: adds a tip to an option of losetup or qemu-nbd that was given to `attach`, and
 /// to a negative number, which clap takes for an option. Removes clap's suggestion if there is a tip, or if
 /// the suggested option is not similar to the given one; the usage line then no longer names the suggested
 /// option.
-pub fn explain(
-    mut error: clap::Error,
-    command: fn() -> clap::Command,
-    subcommand: Option<&str>,
-) -> clap::Error {
+pub fn explain(mut error: clap::Error, command: fn() -> Command, subcommand: Option<&str>) -> clap::Error {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return error };
     let tip = match OTHERS.iter().find(|(words, _)| words.contains(&word.as_str())) {
         _ if error.kind() != ErrorKind::UnknownArgument => None,

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use blkq::units::parse_bytes;
 use blkq_protocol::control::died;
-use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::failure::{Outcome, print_error};
 use blkq_protocol::info::{Backing, DeviceInfo, FileId, is_behind};
 use blkq_protocol::state::{Dead, Fate, Found, StateDir};
 use serde_json::{Map, Value};
@@ -71,11 +71,8 @@ Examples:
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let default = columns::list_default();
-        let columns = match &self.output {
-            Some(text) => columns::choose(text, &columns::LIST, &columns::LOSETUP, default)?,
-            None => default,
-        };
+        let output = self.output.as_deref();
+        let columns = columns::choose(output, columns::LIST_DEFAULT, &columns::LIST, &columns::LOSETUP)?;
         let dir = StateDir::locate()?;
         if self.clean {
             clean(&dir)?;
@@ -85,55 +82,37 @@ impl Args {
             entries.extend(not_attached(&entries)?);
         }
         entries.retain(|entry| self.matches(entry));
-        match (self.json, &self.output) {
-            (true, None) => print_json(&entries),
-            (true, Some(_)) => print_json(&objects(&columns, &entries)),
-            (false, chosen) => {
-                print(&table(&columns, &entries, !self.no_headings))?;
-                let is_page = chosen.is_none() && !self.no_headings;
-                if is_page { print(&recoverable(&entries)) } else { Ok(()) }
-            }
+        match (self.json, output) {
+            (true, None) => return print_json(&entries),
+            (true, Some(_)) => return print_json(&objects(&columns, &entries)),
+            (false, _) => print(&table(&columns, &entries, !self.no_headings))?,
         }
+        if output.is_none() && !self.no_headings { print(&recoverable(&entries)) } else { Ok(()) }
     }
 
     /// An entry that may match, but whose image is unknown, is reported on standard error and omitted.
     fn matches(&self, entry: &Entry) -> bool {
-        match (&self.backing, entry) {
-            (None, _) => true,
-            (Some(path), Entry::Device(info)) => is_behind(path, info) && begins_at(info, self.offset),
-            (Some(path), Entry::Configured(device)) => {
+        let Some(path) = &self.backing else { return true };
+        entry.failure().iter().for_each(print_error);
+        match entry {
+            Entry::Device(info) => is_behind(path, info) && begins_at(info, self.offset),
+            Entry::Configured(device) => {
                 let file = FileId::of(path);
                 file.is_some() && self.offset.is_none() && FileId::of(&device.image) == file
             }
-            (Some(_), Entry::Silent { name, error }) => {
-                print_error(&Failure::new(format!("{name}: {error}")));
-                false
-            }
-            (Some(_), Entry::Remains(remains)) => {
-                print_error(&remains.failure());
-                false
-            }
+            Entry::Silent { .. } | Entry::Remains(_) => false,
         }
     }
 }
 
 fn recoverable(entries: &[Entry]) -> String {
-    let names: Vec<&str> = entries
-        .iter()
-        .filter_map(|entry| match entry {
-            Entry::Remains(remains) if remains.recoverable => Some(remains.name.as_str()),
-            _ => None,
-        })
-        .collect();
-    match &names[..] {
-        [] => String::new(),
-        [name] => format!("1 device can be recovered: run `blkq recover {name}`\n"),
-        names => {
-            format!(
-                "{} devices can be recovered ({}): run `blkq recover --all`\n",
-                names.len(),
-                names.join(", ")
-            )
+    let is_recoverable = |entry: &&Entry| matches!(entry, Entry::Remains(remains) if remains.recoverable);
+    let names: Vec<&str> = entries.iter().filter(is_recoverable).map(Entry::name).collect();
+    match (&names[..], names.len(), names.join(", ")) {
+        ([], ..) => String::new(),
+        ([name], ..) => format!("1 device can be recovered: run `blkq recover {name}`\n"),
+        (_, count, names) => {
+            format!("{count} devices can be recovered ({names}): run `blkq recover --all`\n")
         }
     }
 }
@@ -183,10 +162,9 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
         };
         columns.iter().map(cell).collect()
     };
-    let heading = || columns.iter().map(|column| column.name.to_owned()).collect();
     let mut rows: Vec<Vec<String>> = Vec::new();
     if headings && !entries.is_empty() {
-        rows.push(heading());
+        rows.push(columns.iter().map(|column| column.name.to_owned()).collect());
     }
     rows.extend(entries.iter().map(row));
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)

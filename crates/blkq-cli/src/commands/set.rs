@@ -9,7 +9,6 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::open_for_daemon;
 use blkq_protocol::options::{Key, NO_GROUP, Row, parse_group_name};
 use blkq_protocol::state::StateDir;
-use clap::error::ErrorKind;
 
 use crate::completion;
 use crate::devices::{device_parser, named};
@@ -78,14 +77,12 @@ pub fn parse_setting(text: &str) -> Result<(String, String), String> {
 impl Args {
     /// The first change that is refused ends the command, or with `--all` the changes of that device; the
     /// changes before it stay.
-    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
+    pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let Args { name: word, mut settings, all } = self;
         if all {
             // With --all, the first word is a setting and not a device.
-            let first = parse_setting(&word);
-            let first = first.unwrap_or_else(|rule| exit(command(), "set", ErrorKind::ValueValidation, rule));
-            settings.insert(0, first);
+            settings.insert(0, parse_setting(&word).unwrap_or_else(|rule| exit::<Args>(rule)));
             return for_each(&dir.names()?, |name| set(&dir, name, &settings, name));
         }
         let name = named(&dir, &word)?;

@@ -51,24 +51,21 @@ impl Args {
             // An empty line separates the pages.
             let gap = if pages > 0 { "\n" } else { "" };
             pages += 1;
-            match entry {
-                Entry::Device(info) if self.json => print_json(&info),
+            match &entry {
+                Entry::Device(_) | Entry::Remains(_) if self.json => print_json(&entry),
                 Entry::Device(info) if self.qemu => {
-                    let lines = front_ends::qemu(&info)?;
-                    memory_hint(&info).iter().for_each(|hint| print_error(&Failure::new(hint)));
+                    let lines = front_ends::qemu(info)?;
+                    memory_hint(info).iter().for_each(|hint| print_error(&Failure::new(hint)));
                     print(&lines)
                 }
-                Entry::Device(info) if self.libvirt => print(&front_ends::libvirt(&info)?),
-                Entry::Device(info) => print(&format!("{gap}{}", page(&info))),
-                Entry::Remains(remains) if self.qemu || self.libvirt => Err(remains.failure()),
-                Entry::Remains(remains) => {
-                    let page = || format!("{gap}{}", page_of_remains(&remains));
-                    if self.json { print_json(&remains) } else { print(&page()) }?;
-                    Err(remains.failure())
-                }
+                Entry::Device(info) if self.libvirt => print(&front_ends::libvirt(info)?),
+                Entry::Device(info) => print(&format!("{gap}{}", page(info))),
+                Entry::Remains(_) if self.qemu || self.libvirt => Ok(()),
+                Entry::Remains(remains) => print(&format!("{gap}{}", page_of_remains(remains))),
                 Entry::Configured(_) => Err(no_such_device(device)),
-                Entry::Silent { name, error } => Err(Failure::new(format!("{name}: {error}"))),
-            }
+                Entry::Silent { .. } => Ok(()),
+            }?;
+            entry.failure().map_or(Ok(()), Err)
         })
     }
 }

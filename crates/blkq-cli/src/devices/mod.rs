@@ -45,6 +45,15 @@ impl Entry {
             Entry::Silent { name, .. } => name,
         }
     }
+
+    /// Why no daemon describes the device; `None` for a device that is not attached.
+    pub fn failure(&self) -> Option<Failure> {
+        match self {
+            Entry::Device(_) | Entry::Configured(_) => None,
+            Entry::Remains(remains) => Some(remains.failure()),
+            Entry::Silent { name, error } => Some(Failure::new(format!("{name}: {error}"))),
+        }
+    }
 }
 
 /// All devices, sorted by name. Nothing is changed, and no lock is taken.

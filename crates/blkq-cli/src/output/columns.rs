@@ -71,7 +71,7 @@ macro_rules! columns {
     };
 }
 
-/// The columns of `blkq list`; the first `LIST_DEFAULT` are printed by default.
+/// The columns of `blkq list`.
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
@@ -84,11 +84,8 @@ pub static LIST: [Column; 9] = columns! {
     Right "UPTIME" "time since the daemon began to serve the device" |info| Cell::Seconds(info.uptime_seconds);
 };
 
-const LIST_DEFAULT: usize = 7;
-
-pub fn list_default() -> Vec<&'static Column> {
-    LIST[..LIST_DEFAULT].iter().collect()
-}
+/// The columns that `blkq list` prints by default.
+pub const LIST_DEFAULT: &str = "NAME,SIZE,MODE,DIRECT,CLIENTS,IMAGE,EXPORT";
 
 /// The columns of `blkq losetup`, with the names and descriptions of losetup(8).
 pub static LOSETUP: [Column; 17] = columns! {
@@ -112,38 +109,29 @@ pub static LOSETUP: [Column; 17] = columns! {
 };
 
 /// The columns that losetup(8) prints by default, in its order.
-const LOSETUP_DEFAULT: [&str; 8] =
-    ["NAME", "SIZELIMIT", "OFFSET", "AUTOCLEAR", "RO", "BACK-FILE", "DIO", "LOG-SEC"];
+pub const LOSETUP_DEFAULT: &str = "NAME,SIZELIMIT,OFFSET,AUTOCLEAR,RO,BACK-FILE,DIO,LOG-SEC";
 
-pub fn losetup_default() -> Vec<&'static Column> {
-    LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
-}
-
-/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`; it
-/// is an error if neither contains it. If `text` begins with `+`, the columns are added after those of
-/// `default`.
+/// The columns that `text` names, separated by commas; without a text, those of `default`. Each name is searched in
+/// `first`, then in `then`; it is an error if neither contains it. If `text` begins with `+`, the columns are added
+/// after those of `default`.
 pub fn choose(
-    text: &str,
+    text: Option<&str>,
+    default: &str,
     first: &'static [Column],
     then: &'static [Column],
-    default: Vec<&'static Column>,
 ) -> Outcome<Vec<&'static Column>> {
-    let (mut chosen, names) = match text.strip_prefix('+') {
-        Some(more) => (default, more),
-        None => (Vec::new(), text),
-    };
-    for name in names.split(',').map(str::trim) {
-        let is_meant = |column: &&Column| column.name.eq_ignore_ascii_case(name);
+    let text = text.unwrap_or(default);
+    let (default, names) = text.strip_prefix('+').map_or((None, text), |more| (Some(default), more));
+    let column = |name: &str| {
         let known = || first.iter().chain(then);
-        let Some(column) = known().find(is_meant) else {
+        known().find(|column| column.name.eq_ignore_ascii_case(name)).ok_or_else(|| {
             let mut names: Vec<_> = known().map(|column| column.name).collect();
             names.sort_unstable();
             names.dedup();
-            return Err(Failure::new(format!("unknown column {name}; the columns are {}", names.join(", "))));
-        };
-        chosen.push(column);
-    }
-    Ok(chosen)
+            Failure::new(format!("unknown column {name}; the columns are {}", names.join(", ")))
+        })
+    };
+    default.into_iter().chain([names]).flat_map(|names| names.split(',')).map(str::trim).map(column).collect()
 }
 
 pub fn help(columns: &[Column]) -> String {
@@ -171,14 +159,9 @@ fn backing(info: &DeviceInfo, cell: fn(Backing) -> Cell) -> Cell {
 }
 
 fn node(info: &DeviceInfo, cell: fn((u32, u32)) -> Cell) -> Cell {
-    let Some(metadata) = node_path(info).and_then(|path| std::fs::metadata(path).ok()) else {
-        return Cell::Nothing;
-    };
-    let number = metadata.rdev();
-    if !metadata.file_type().is_block_device() {
-        return Cell::Nothing;
-    }
-    cell((libc::major(number), libc::minor(number)))
+    let metadata = node_path(info).and_then(|path| std::fs::metadata(path).ok());
+    let number = metadata.filter(|metadata| metadata.file_type().is_block_device()).map(|it| it.rdev());
+    number.map_or(Cell::Nothing, |number| cell((libc::major(number), libc::minor(number))))
 }
 
 /// A device number, aligned at its colon as losetup(8) does.
@@ -193,16 +176,17 @@ mod tests {
     #[test]
     fn columns_are_chosen_by_name_or_added() {
         let names = |text: &str| {
-            let chosen = choose(text, &LOSETUP, &LIST, losetup_default())?;
+            let chosen = choose(Some(text), LOSETUP_DEFAULT, &LOSETUP, &LIST)?;
             Ok::<_, Failure>(chosen.iter().map(|column| column.name).collect::<Vec<_>>())
         };
         assert_eq!(names("name,Log-Sec, EXPORT").unwrap(), ["NAME", "LOG-SEC", "EXPORT"]);
-        assert_eq!(names("+back-ino").unwrap().len(), LOSETUP_DEFAULT.len() + 1);
+        assert_eq!(names("+back-ino").unwrap().join(","), format!("{LOSETUP_DEFAULT},BACK-INO"));
         assert!(
             names("NAME,FOO").unwrap_err().to_string().contains("unknown column FOO; the columns are AUTO")
         );
         assert!(names("").is_err());
-        assert_eq!(losetup_default().len(), LOSETUP_DEFAULT.len());
+        assert_eq!(choose(None, LIST_DEFAULT, &LIST, &LOSETUP).unwrap().len(), 7);
+        assert_eq!(choose(None, LOSETUP_DEFAULT, &LOSETUP, &LIST).unwrap().len(), 8);
     }
 
     #[test]

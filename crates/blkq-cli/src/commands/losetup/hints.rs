@@ -1,19 +1,20 @@
 //! Translates hints of other commands into options that a user of `blkq losetup` can type.
 
-use clap::Command;
+use clap::{Args, Command};
+
+use crate::commands::{attach, detach};
 
 const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--loop-ref")];
-const COMMANDS: [&str; 2] = ["attach", "detach"];
 
-/// Replaces each option in `text` that losetup lacks: by its name in losetup, or by `blkq attach OPTION` or
-/// `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
-pub(super) fn translated(text: &str, blkq: &Command) -> String {
+/// Replaces each option in `text` that losetup, whose arguments are `L`, lacks: by its name in losetup, or by
+/// `blkq attach OPTION` or `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
+pub(super) fn translated<L: Args>(text: &str) -> String {
     let quoted = text.split('`').enumerate();
-    let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });
+    let parts = quoted.map(|(at, part)| if at % 2 == 0 { options::<L>(part) } else { part.to_owned() });
     parts.collect::<Vec<_>>().join("`")
 }
 
-fn options(text: &str, blkq: &Command) -> String {
+fn options<L: Args>(text: &str) -> String {
     let mut translated = String::new();
     let mut rest = text;
     while let Some(at) = rest.find("--") {
@@ -21,7 +22,7 @@ fn options(text: &str, blkq: &Command) -> String {
         let end = option[2..].find(|c: char| !c.is_ascii_lowercase() && c != '-');
         let (option, after) = option.split_at(end.map_or(option.len(), |end| end + 2));
         translated.push_str(before);
-        push(&mut translated, option, blkq);
+        push::<L>(&mut translated, option);
         rest = after;
     }
     translated + rest
@@ -29,20 +30,14 @@ fn options(text: &str, blkq: &Command) -> String {
 
 /// Appends `option` to `text`, translated. If `text` ends with `attach with ` or `detach with `, `blkq ` is
 /// inserted before it instead.
-fn push(text: &mut String, option: &str, blkq: &Command) {
+fn push<L: Args>(text: &mut String, option: &str) {
     let name = &option[2..];
-    let has = |command: &str| {
-        let command = blkq.find_subcommand(command);
-        command
-            .is_some_and(|command| command.get_arguments().any(|argument| argument.get_long() == Some(name)))
-    };
     if let Some((_, renamed)) = RENAMED.iter().find(|(renamed, _)| *renamed == name) {
         text.push_str(renamed);
         return;
     }
-    if let Some(command) = COMMANDS.iter().find(|command| has(command))
-        && !has("losetup")
-    {
+    let commands = [("attach", has::<attach::Args>(name)), ("detach", has::<detach::Args>(name))];
+    if let Some((command, _)) = commands.into_iter().find(|(_, is_option)| *is_option && !has::<L>(name)) {
         let verb = format!("{command} with ");
         match text.strip_suffix(&verb).map(str::len) {
             Some(before) => text.insert_str(before, "blkq "),
@@ -52,17 +47,22 @@ fn push(text: &mut String, option: &str, blkq: &Command) {
     text.push_str(option);
 }
 
+fn has<A: Args>(option: &str) -> bool {
+    let command = A::augment_args(Command::new("blkq"));
+    command.get_arguments().any(|argument| argument.get_long() == Some(option))
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
 
     use super::*;
-    use crate::commands::Cli;
+    use crate::commands::{Cli, losetup};
 
     #[test]
     fn every_option_of_a_hint_can_be_typed() {
         let blkq = Cli::command();
-        let hint = |text: &str| translated(text, &blkq);
+        let hint = translated::<losetup::Args>;
         assert_eq!(hint("use --export nbd"), "use blkq attach --export nbd");
         assert_eq!(hint("use --offset and --size-limit"), "use --offset and --sizelimit");
         assert_eq!(hint("or use --force"), "or use blkq detach --force");

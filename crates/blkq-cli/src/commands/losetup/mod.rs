@@ -17,7 +17,6 @@ use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::{DeviceInfo, is_behind};
 use blkq_protocol::options::{AttachOptions, SectorSize, Setting};
 use blkq_protocol::state::StateDir;
-use clap::error::ErrorKind;
 
 use super::attach::attach;
 use super::list::begins_at;
@@ -165,12 +164,10 @@ enum Action<'a> {
 }
 
 impl Args {
-    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
+    pub fn run(self) -> Outcome<ExitCode> {
         let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
-        let action = action.unwrap_or_else(|message| {
-            usage::exit(command(), "losetup", ErrorKind::ArgumentConflict, message)
-        });
-        self.act(action, command).map_err(|e| failed(&e, command))
+        let action = action.unwrap_or_else(|message| usage::exit::<Args>(message));
+        self.act(action).map_err(|e| failed(&e))
     }
 
     fn action(&self) -> Result<Action<'_>, String> {
@@ -218,7 +215,7 @@ impl Args {
         Ok(())
     }
 
-    fn act(&self, action: Action, command: fn() -> clap::Command) -> Outcome<ExitCode> {
+    fn act(&self, action: Action) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         match action {
             Action::List => self.list(&dir, |_| true),
@@ -226,7 +223,7 @@ impl Args {
                 self.list(&dir, |info| is_behind(file, info) && begins_at(info, self.offset))
             }
             Action::Show(device) => self.show(&dir, device),
-            Action::Attach { device, file } => self.attach(device, file, command),
+            Action::Attach { device, file } => self.attach(device, file),
             Action::FindUnused => {
                 Err(Failure::new("-f needs a file, because there are no unused devices; use -f --show FILE"))
             }
@@ -237,12 +234,12 @@ impl Args {
                     .map(|_| ExitCode::SUCCESS)
                     .map_err(|e| resize_hint(&e, &name).during(format_args!("set capacity of {name}")))
             }
-            Action::Detach(devices) => self.detach(devices, command, |device| {
+            Action::Detach(devices) => self.detach(devices, |device| {
                 let name = name_of(&dir, &word_of(device)?)?;
                 detach::detach(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
             Action::DetachAll => {
-                self.detach(dir.names()?, command, |name| detach::detach(&dir, name, false).map(drop))
+                self.detach(dir.names()?, |name| detach::detach(&dir, name, false).map(drop))
             }
             Action::Remove => Err(Failure::new(
                 "--remove has nothing to remove, because nothing remains of a detached device; use -d to detach",
@@ -254,11 +251,11 @@ impl Args {
     fn list(&self, dir: &StateDir, matches: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
         let mut devices = Vec::new();
         for entry in all(dir)? {
-            match entry {
-                Entry::Device(info) if matches(&info) => devices.push(*info),
-                Entry::Device(_) | Entry::Configured(_) => {}
-                Entry::Remains(remains) => print_error(&remains.failure()),
-                Entry::Silent { name, error } => print_error(&Failure::new(format!("{name}: {error}"))),
+            entry.failure().iter().for_each(print_error);
+            if let Entry::Device(info) = entry
+                && matches(&info)
+            {
+                devices.push(*info);
             }
         }
         let plain = self.all || self.associated.is_some();
@@ -287,25 +284,17 @@ impl Args {
         if !table && !asked && style == Style::Table {
             return print(&output::lines(devices));
         }
-        let columns = match &self.output {
+        let columns = match self.output.as_deref() {
             _ if self.output_all => columns::LOSETUP.iter().collect(),
-            Some(text) => {
-                columns::choose(text, &columns::LOSETUP, &columns::LIST, columns::losetup_default())?
-            }
-            None => columns::losetup_default(),
+            text => columns::choose(text, columns::LOSETUP_DEFAULT, &columns::LOSETUP, &columns::LIST)?,
         };
         print(&output::table(&columns, devices, style, !self.noheadings))
     }
 
-    fn attach(
-        &self,
-        device: Option<&OsStr>,
-        file: &OsStr,
-        command: fn() -> clap::Command,
-    ) -> Outcome<ExitCode> {
+    fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
         let options = self.attach_options(device, file)?;
         attach(&options, self.nooverlap)?.report(|info| {
-            let warnings = info.warnings.iter().map(|warning| translated(warning, &command()));
+            let warnings = info.warnings.iter().map(|warning| translated::<Args>(warning));
             warn(&info.name, &warnings.collect::<Vec<_>>());
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
@@ -374,14 +363,9 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    fn detach<T: AsRef<OsStr>>(
-        &self,
-        devices: Vec<T>,
-        command: fn() -> clap::Command,
-        detach: impl Fn(&T) -> Outcome,
-    ) -> Outcome<ExitCode> {
+    fn detach<T: AsRef<OsStr>>(&self, devices: Vec<T>, detach: impl Fn(&T) -> Outcome) -> Outcome<ExitCode> {
         for_each(&devices, |device| {
-            detach(device).map_err(|failure| failed(&failure, command))?;
+            detach(device).map_err(|e| failed(&e))?;
             if self.verbose {
                 note(format_args!("{}: detached", device.as_ref().display()));
             }
@@ -390,8 +374,8 @@ impl Args {
     }
 }
 
-fn failed(failure: &Failure, command: fn() -> clap::Command) -> Failure {
-    Failure::new(translated(&failure.to_string(), &command())).during("losetup")
+fn failed(failure: &Failure) -> Failure {
+    Failure::new(translated::<Args>(&failure.to_string())).during("losetup")
 }
 
 /// Replaces the option of `blkq resize`, which losetup lacks.

@@ -125,10 +125,8 @@ impl Args {
 
     /// If one device is named, fails if it does not exist, or its daemon has died or does not answer. With
     /// several devices, such a device is reported on standard error, and makes the exit code 1.
-    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
-        let plan = self.plan().unwrap_or_else(|why| {
-            usage::exit(command(), "stat", clap::error::ErrorKind::ValueValidation, why)
-        });
+    pub fn run(self) -> Outcome<ExitCode> {
+        let plan = self.plan().unwrap_or_else(|why| usage::exit::<Args>(why));
         let dir = StateDir::locate()?;
         // A word that matches no device is kept, and is reported below.
         let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
