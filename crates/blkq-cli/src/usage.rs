@@ -52,6 +52,13 @@ pub fn exit<A: clap::Args>(message: impl Display) -> ! {
     A::augment_args(Command::new("blkq")).error(ErrorKind::ValueValidation, message).exit()
 }
 
+/// The mistake that clap found, in one line.
+pub fn first_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let line = text.lines().next().unwrap_or_default();
+    line.strip_prefix("error: ").unwrap_or(line).to_owned()
+}
+
 /// Improves an error of clap: adds a tip to an option of losetup or qemu-nbd that was given to `attach`, and
 /// to a negative number, which clap takes for an option. Removes clap's suggestion if there is a tip, or if
 /// the suggested option is not similar to the given one; the usage line then no longer names the suggested

@@ -194,23 +194,18 @@ pub fn shown_progress(commit: &CommitInfo) -> String {
 /// Warns if the configuration file of the device still names the overlay. The next start of the service would
 /// write to the overlay again, or fail if it was deleted.
 fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
-    let configured = match config::image_of(name) {
-        Ok(Some(configured)) => configured,
-        Ok(None) => return,
-        Err(mistake) => {
-            return print_error(&Failure::new(format!(
-                "{name}: warning: the configuration file of the device has a mistake; if it names {}, change it to \
-                 image = {base:?} and the format of that image before you delete the overlay: {mistake}",
-                done.emptied
-            )));
-        }
+    let emptied = &done.emptied;
+    let warning = match config::names_image(name, Path::new(emptied)) {
+        Ok(false) => return,
+        Ok(true) => format!(
+            "{} still names {emptied}, which is empty now; change it to image = {base:?} and the format of that image \
+             before you delete the overlay",
+            config::path_of(name).display()
+        ),
+        Err(mistake) => format!(
+            "the configuration file of the device has a mistake; if it names {emptied}, change it to image = {base:?} and \
+             the format of that image before you delete the overlay: {mistake}"
+        ),
     };
-    if configured.canonicalize().is_ok_and(|configured| configured == Path::new(&done.emptied)) {
-        print_error(&Failure::new(format!(
-            "{name}: warning: {} still names {}, which is empty now; change it to image = {base:?} and the format of that \
-             image before you delete the overlay",
-            config::path_of(name).display(),
-            done.emptied
-        )));
-    }
+    warn(name, &[warning]);
 }

@@ -13,7 +13,7 @@ use blkq_protocol::state::StateDir;
 use clap::ValueEnum;
 
 use super::set::check_image_writable;
-use crate::config::{ConfigFile, check_defaults, files, first};
+use crate::config::{ConfigFile, default_exports, files};
 use crate::launch::systemd::unescape_instance;
 use crate::output::for_each;
 
@@ -48,7 +48,7 @@ enum Action {
 /// Applies the settings in the file to the attached device, which also reads its certificates again. If any
 /// of this fails, nothing changes.
 fn apply(path: &Path) -> Outcome {
-    let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
+    let file = ConfigFile::open(path)?;
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
     let (dir, name) = (StateDir::locate()?, file.name());
     let settings = file.settings(SettingGroups::new(&options));
@@ -77,7 +77,7 @@ impl Args {
             return for_each(&files, |path| apply(&unescaped(path)));
         }
         let mut code = ExitCode::SUCCESS;
-        if are_all && let Err(failure) = check_defaults() {
+        if are_all && let Err(failure) = default_exports() {
             print_error(&failure);
             code = ExitCode::from(EXIT_FAILED);
         }

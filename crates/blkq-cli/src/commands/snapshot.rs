@@ -278,22 +278,21 @@ fn is_process(peer: &str, pid: &str) -> bool {
 /// Refuses a device whose configuration file names the old image, or cannot be read. A restart by the service
 /// manager would write to the backing file of the overlay, which corrupts the overlay.
 fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
-    let configured = config::image_of(name).map_err(|mistake| {
+    let is_named = config::names_image(name, image).map_err(|mistake| {
         Failure::new(format!(
             "the configuration file of the device has a mistake, so its service might later write to {}; correct the file \
              first: {mistake}",
             image.display()
         ))
     })?;
-    let Some(configured) = configured else { return Ok(()) };
-    if configured.canonicalize().is_ok_and(|configured| configured == image) {
-        return Err(Failure::new(format!(
-            "{} names {}; first change it to image = {new:?} and format = \"qcow2\"",
-            config::path_of(name).display(),
-            image.display()
-        )));
+    if !is_named {
+        return Ok(());
     }
-    Ok(())
+    Err(Failure::new(format!(
+        "{} names {}; first change it to image = {new:?} and format = \"qcow2\"",
+        config::path_of(name).display(),
+        image.display()
+    )))
 }
 
 /// A device with the warnings about its overlay, or the reason why it has no overlay.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 
-use crate::config::{ConfigFile, files, first};
+use crate::config::{ConfigFile, files};
 use crate::launch::systemd::escape_instance;
 
 /// systemd reads drop-ins in the order of their names: this one after those of most generators, and before
@@ -41,7 +41,7 @@ impl Args {
 }
 
 fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
-    let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
+    let file = ConfigFile::open(path)?;
     let mut options = file.options().map_err(|fault| fault.failure(path))?;
     let name = file.name();
     let paths: Vec<String> = options.paths_mut().into_iter().filter_map(|(_, path)| quoted(path)).collect();

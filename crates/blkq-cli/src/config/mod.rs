@@ -24,7 +24,7 @@ use serde::Serialize;
 
 use words::{Parsed, Words};
 
-pub use defaults::{check_defaults, with_defaults};
+pub use defaults::{default_exports, with_defaults};
 pub use words::Fault;
 
 /// The environment variable that replaces [`DIRECTORY`].
@@ -53,6 +53,11 @@ pub struct Configured {
 }
 
 impl ConfigFile {
+    /// As [`ConfigFile::read`]. Fails with the first mistake.
+    pub fn open(path: &Path) -> Outcome<ConfigFile> {
+        ConfigFile::read(path).map_err(|faults| first(&faults, path))
+    }
+
     /// The error lists all mistakes that concern single lines, in the order of the lines.
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
         let text = read_text(path).map_err(|e| vec![Fault { line: 0, text: e.to_string() }])?;
@@ -69,7 +74,7 @@ impl ConfigFile {
 
     /// The name of the device: the value of the key `name`, or else the name of the file without its suffix.
     pub fn name(&self) -> String {
-        let named = self.keys.iter().find(|key| key.key == "name").and_then(|key| key.value());
+        let named = self.find("name").and_then(Words::value);
         named.unwrap_or_else(|| self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
     }
 
@@ -91,20 +96,16 @@ impl ConfigFile {
     }
 
     fn has_image(&self) -> bool {
-        self.keys.iter().any(|key| key.key == words::IMAGE)
+        self.find(words::IMAGE).is_some()
     }
 
     fn no_image(&self) -> Fault {
-        Fault {
-            line: 0,
-            text: "the key image is missing; add a line such as image = \"/srv/disk.img\"".into(),
-        }
+        self.fault("the key image is missing; add a line such as image = \"/srv/disk.img\"".to_owned())
     }
 
     /// The option --name with the name of the file, if the file has no key `name`.
     fn implied_name(&self) -> Option<String> {
-        let has_name = self.keys.iter().any(|key| key.key == "name");
-        (!has_name).then(|| format!("--name={}", self.name()))
+        self.find("name").is_none().then(|| format!("--name={}", self.name()))
     }
 
     /// Checks the rules between the options, and the rules for services.
@@ -116,7 +117,7 @@ impl ConfigFile {
     /// Checks the rules between the options.
     pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
         let options = self.unchecked_options()?;
-        options.check().map(|()| options).map_err(|failure| self.fault_of(&failure))
+        options.check().map(|()| options).map_err(|failure| self.fault(failure.to_string()))
     }
 
     fn unchecked_options(&self) -> Result<AttachOptions, Fault> {
@@ -125,11 +126,11 @@ impl ConfigFile {
         }
         let words = self.keys.iter().flat_map(|key| key.words.iter().cloned());
         let all = self.implied_name().into_iter().chain(words);
-        words::options(all).map_err(|text| Fault { line: self.line_of(&text), text })
+        words::options(all).map_err(|text| self.fault(text))
     }
 
-    fn fault_of(&self, mistake: &Failure) -> Fault {
-        let text = mistake.to_string();
+    /// A mistake in the first option that `text` names, or in the file as a whole.
+    fn fault(&self, text: String) -> Fault {
         Fault { line: self.line_of(&text), text }
     }
 
@@ -167,8 +168,8 @@ impl ConfigFile {
 
     /// Returns the mistakes in options that are each valid.
     fn faults_together<D: Serve>(&self, mut options: AttachOptions) -> Vec<Fault> {
-        let mut faults: Vec<Fault> =
-            options.mistakes().iter().map(|mistake| self.fault_of(mistake)).collect();
+        let mistakes = options.mistakes();
+        let mut faults: Vec<_> = mistakes.iter().map(|mistake| self.fault(mistake.to_string())).collect();
         faults.extend(self.faults_of_service(&mut options));
         // A relative path is already reported, and would be another file for a service.
         let relative = options.paths_mut().into_iter().filter(|(_, path)| path.is_relative());
@@ -281,25 +282,25 @@ pub fn path_of(name: &str) -> PathBuf {
 /// The options in the configuration file of the device `name`, or the first mistake in the file.
 pub fn named(name: &str) -> Outcome<AttachOptions> {
     let path = path_of(name);
-    let file = ConfigFile::read(&path).map_err(|faults| first(&faults, &path))?;
-    file.options().map_err(|fault| fault.failure(&path))
+    ConfigFile::open(&path)?.options().map_err(|fault| fault.failure(&path))
 }
 
-/// The image file that the configuration file of the device `name` names. `None` if there is no configuration
-/// file, or if its image is not a file.
-pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
-    // `exists()` would return false for a file that this user may not inspect.
-    if fs::symlink_metadata(path_of(name)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
-        return Ok(None);
+/// Whether there is a configuration file of the device `name`, which names the file at the resolved path `image`.
+pub fn names_image(name: &str, image: &Path) -> Outcome<bool> {
+    if is_missing(&path_of(name)) {
+        return Ok(false);
     }
-    match named(name)?.image {
-        DriverSpec::Image(image) => Ok(Some(image)),
-        _ => Ok(None),
-    }
+    let is_image = |path: &Path| path.canonicalize().is_ok_and(|path| path == image);
+    Ok(matches!(named(name)?.image, DriverSpec::Image(ref path) if is_image(path)))
+}
+
+/// `Path::exists` would return false for a file that this user may not inspect.
+fn is_missing(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
 }
 
 /// The first of the mistakes in the file at `path`, with a hint if there are more.
-pub fn first(faults: &[Fault], path: &Path) -> Failure {
+fn first(faults: &[Fault], path: &Path) -> Failure {
     let first = faults[0].failure(path);
     match faults.len() {
         1 => first,
@@ -325,7 +326,7 @@ pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcom
         return Ok(words);
     };
     let Some(path) = given.get_one::<PathBuf>("config") else { return Ok(words) };
-    let file = ConfigFile::read(path).map_err(|faults| first(&faults, path).during("attach"))?;
+    let file = ConfigFile::open(path).map_err(|e| e.during("attach"))?;
     if !given.contains_id(words::IMAGE) && !file.has_image() {
         return Err(file.no_image().failure(path).during("attach"));
     }

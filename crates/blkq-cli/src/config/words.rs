@@ -10,6 +10,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
 
+use crate::usage::first_line;
+
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";
 /// A valid image, to parse other options alone: the command line requires an image.
@@ -73,12 +75,6 @@ pub fn options(words: impl Iterator<Item = String>) -> Result<AttachOptions, Str
 
 fn parsed(words: impl Iterator<Item = String>) -> Result<AttachOptions, clap::Error> {
     command().try_get_matches_from(words).and_then(|matches| AttachOptions::from_arg_matches(&matches))
-}
-
-fn first_line(error: &clap::Error) -> String {
-    let text = error.to_string();
-    let line = text.lines().next().unwrap_or_default();
-    line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
 /// Describes an invalid value of `key`. Clap's own text would name an option of the command line.

@@ -23,6 +23,7 @@ use crate::commands::detach::detach;
 use crate::config::with_defaults;
 use crate::launch::{Launched, Program, parent, report, systemd};
 use crate::output::{print_json, warn};
+use crate::usage::first_line;
 
 use create::NewImage;
 
@@ -116,11 +117,7 @@ impl Args {
             args: Args,
         }
         let line = std::iter::once(OsString::from("attach")).chain(words.iter().cloned());
-        let line = Line::try_parse_from(line).map_err(|error| {
-            let text = error.to_string();
-            let line = text.lines().next().unwrap_or_default();
-            Failure::new(line.strip_prefix("error: ").unwrap_or(line))
-        })?;
+        let line = Line::try_parse_from(line).map_err(|error| Failure::new(first_line(&error)))?;
         line.args.options()
     }
 
