@@ -129,28 +129,20 @@ fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
 }
 
 fn table(groups: &[ListedGroup]) -> String {
-    let mut rows =
-        vec![["GROUP", "LIMITS", "MEMBER", "WEIGHT", "IOPS", "MB/s", "THROTTLED"].map(str::to_owned)];
+    let heads = ["GROUP", "LIMITS", "MEMBER", "WEIGHT", "IOPS", "MB/s", "THROTTLED"];
+    let mut rows = vec![heads.map(str::to_owned).to_vec()];
     let number = |number: Option<f64>| number.map_or("-".to_owned(), |number| format!("{number:.1}"));
     for group in groups {
         let limits = group.limits.as_ref().or(group.error.as_ref()).cloned().unwrap_or_default();
+        // Only the first row of a group names it.
         let mut first = [group.name.clone(), limits];
-        for member in &group.members {
-            let [name, limits] = std::mem::take(&mut first);
-            rows.push([
-                name,
-                limits,
-                member.name.clone(),
-                member.weight.to_string(),
-                number(member.iops),
-                number(member.mb_per_s),
-                member.throttled.map_or("-".to_owned(), |throttled| throttled.to_string()),
-            ]);
-        }
-        if group.members.is_empty() {
-            let [name, limits] = first;
-            rows.push([name, limits, "-".into(), String::new(), String::new(), String::new(), String::new()]);
-        }
+        let members = group.members.iter().map(|member| {
+            let throttled = member.throttled.map_or("-".to_owned(), |throttled| throttled.to_string());
+            let [iops, mb_per_s] = [member.iops, member.mb_per_s].map(number);
+            [member.name.clone(), member.weight.to_string(), iops, mb_per_s, throttled]
+        });
+        let none = group.members.is_empty().then(|| ["-", "", "", "", ""].map(str::to_owned));
+        rows.extend(members.chain(none).map(|cells| [&std::mem::take(&mut first)[..], &cells].concat()));
     }
     use Align::{Left, Right};
     render([Left, Left, Left, Right, Right, Right, Right], &rows)

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 
 pub use progress::Progress;
-pub use table::{Align, render, render_apart};
+pub use table::{Align, render, render_apart, render_figures};
 
 /// Prints `text` on standard output, without buffering. If the reader of a pipe has closed its end, the
 /// process exits with 0 and prints nothing more.

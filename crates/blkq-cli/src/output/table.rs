@@ -8,6 +8,16 @@ pub enum Align {
     Right,
 }
 
+impl Align {
+    /// Adds spaces up to a width in characters.
+    pub fn pad(self, text: &str, width: usize) -> String {
+        match self {
+            Align::Left => format!("{text:<width$}"),
+            Align::Right => format!("{text:>width$}"),
+        }
+    }
+}
+
 /// Renders the rows as lines. Each column is as wide as its widest cell, and two spaces separate the columns.
 pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
     render_apart(2, align, rows)
@@ -16,28 +26,27 @@ pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> Stri
 /// Renders the rows as [`render`] does, with `gap` spaces between the columns. Control characters, which the
 /// path of an image may contain, are escaped, so that each row stays on one line.
 pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
-    let align = align.as_ref();
     let row = |row: &dyn AsRef<[String]>| row.as_ref().iter().map(|cell| escaped(cell)).collect::<Vec<_>>();
     let rows: Vec<Vec<String>> = rows.iter().map(|cells| row(cells)).collect();
-    let mut widths = vec![0; align.len()];
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = cell.chars().count().max(*width);
-        }
-    }
-    let mut text = String::new();
-    for row in &rows {
-        let mut line = String::new();
-        for ((cell, width), align) in row.iter().zip(&widths).zip(align) {
-            match align {
-                Align::Left => line.push_str(&format!("{cell:<width$}{:gap$}", "")),
-                Align::Right => line.push_str(&format!("{cell:>width$}{:gap$}", "")),
-            }
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
+    let width_of =
+        |at: usize| rows.iter().filter_map(|row| row.get(at)).map(|cell| cell.chars().count()).max();
+    let columns = align.as_ref().iter().enumerate();
+    let columns: Vec<_> = columns.map(|(at, align)| (align, width_of(at).unwrap_or(0))).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&columns).map(|(cell, (align, width))| align.pad(cell, *width));
+        format!("{}\n", cells.collect::<Vec<_>>().join(&" ".repeat(gap)).trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+/// Renders the figures of several objects under their `heads`; empty if there are no rows. The first column contains
+/// the names of the objects.
+pub fn render_figures(heads: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let head = heads.iter().map(|head| (*head).to_owned()).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    let mut align = vec![Align::Right; heads.len()];
+    align[0] = Align::Left;
+    if rows.len() > 1 { render(align, &rows) } else { String::new() }
 }
 
 #[cfg(test)]

@@ -23,8 +23,7 @@ use report::Report;
 /// The I/Os per second, and the MB (10^6 bytes) read and written per second, between two samples.
 pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
     let figures = Report::between("", before, now).figures;
-    let groups = [&figures.read, &figures.write, &figures.discard, &figures.flush];
-    let iops = groups.iter().map(|group| group.iops).sum();
+    let iops = figures.groups().map(|(_, group)| group.iops).sum();
     (iops, figures.read.mb_per_s + figures.write.mb_per_s)
 }
 

@@ -1,7 +1,7 @@
 //! The report of several devices, with the column names and units of iostat(1).
 
 use super::report::{Figures, Group, Report};
-use crate::output::{Align, render};
+use crate::output::render_figures;
 
 /// 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
 const HEADS: [&str; 15] = [
@@ -11,29 +11,21 @@ const HEADS: [&str; 15] = [
 
 /// Unless `verbose`, reports of intervals without I/O are counted and not printed.
 pub fn overview(reports: &[Report], verbose: bool) -> String {
-    let is_shown = |report: &&Report| verbose || report.is_whole || !report.figures.is_idle();
-    let mut rows = vec![HEADS.map(str::to_owned)];
-    rows.extend(reports.iter().filter(is_shown).map(|report| row(&report.figures)));
-    let idle = reports.len() + 1 - rows.len();
-    let table = if rows.len() > 1 {
-        let mut align = [Align::Right; HEADS.len()];
-        align[0] = Align::Left;
-        render(align, &rows)
-    } else {
-        String::new()
-    };
-    match idle {
+    let is_idle = |report: &&Report| !verbose && !report.is_whole && report.figures.is_idle();
+    let (idle, shown): (Vec<_>, Vec<_>) = reports.iter().partition(is_idle);
+    let table = render_figures(&HEADS, shown.iter().map(|report| row(&report.figures)));
+    match idle.len() {
         0 => table,
         1 => table + "1 device was idle\n",
-        _ => format!("{table}{idle} devices were idle\n"),
+        count => format!("{table}{count} devices were idle\n"),
     }
 }
 
-fn row(figures: &Figures) -> [String; HEADS.len()] {
+fn row(figures: &Figures) -> Vec<String> {
     let Figures { name, seconds, read, write, discard, flush, queue, busy_percent, .. } = figures;
     let ms = |group: &Group| group.latency_average_us / 1e3;
     let megabytes = |group: &Group| group.bytes as f64 / 1e6;
-    [
+    vec![
         // The widths keep the columns of successive reports aligned.
         format!("{name:12}"),
         format!("{seconds:7.1}"),

@@ -6,8 +6,8 @@ use blkq_protocol::control::statistics::{Gate, Nbd, Throttle, VhostUser};
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
-use super::report::{Batches, Figures, Flushes, Group, Report, Throttled};
-use crate::output::{Align, render};
+use super::report::{Batches, Clock, Figures, Flushes, Group, Hangs, Held, Report, Throttled};
+use crate::output::{Align, render, render_figures};
 
 impl Report {
     /// Operations and mechanisms that were idle are omitted, unless `verbose`.
@@ -32,7 +32,7 @@ impl Report {
 }
 
 impl Figures {
-    fn groups(&self) -> impl Iterator<Item = (&'static str, &Group)> {
+    pub fn groups(&self) -> impl Iterator<Item = (&'static str, &Group)> {
         let groups = [&self.read, &self.write, &self.discard, &self.flush];
         StatGroup::ALL.iter().map(|group| group.name()).zip(groups)
     }
@@ -46,11 +46,10 @@ impl Figures {
             "", "iops", "MB/s", "merges/s", "avg us", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us",
             "errors",
         ];
-        let mut rows = vec![heads.map(str::to_owned)];
-        for (name, group) in self.groups().filter(|(_, group)| verbose || !group.is_idle()) {
+        let cells = |(name, group): (&str, &Group)| {
             let errors = by_status(&group.errors);
             // The widths keep the columns of successive reports aligned.
-            rows.push([
+            vec![
                 format!("{name:9}"),
                 format!("{:8.0}", group.iops),
                 format!("{:8.2}", group.mb_per_s),
@@ -62,32 +61,54 @@ impl Figures {
                 format!("{:8.1}", group.latency_p999_us),
                 format!("{:8.1}", group.latency_max_us),
                 if errors.is_empty() { "0".to_owned() } else { errors },
-            ]);
-        }
-        if rows.len() == 1 {
-            return String::new();
-        }
-        let mut align = [Align::Right; 11];
-        align[0] = Align::Left;
-        render(align, &rows)
+            ]
+        };
+        render_figures(&heads, self.groups().filter(|(_, group)| verbose || !group.is_idle()).map(cells))
     }
 
     fn lines(&self, verbose: bool) -> String {
-        let nbd = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default());
-        let vhost = self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default());
         let mut rows = self.load_rows(verbose);
-        rows.extend(self.queue_rows(verbose));
-        rows.extend(self.watch_rows(verbose));
-        if let Some(nbd) = nbd {
+        let mut add = |is_active: bool, name: &str, text: String| {
+            rows.extend((verbose || is_active).then(|| row(name, text)));
+        };
+        let Flushes { asked, sent, coalesced } = &self.flushes;
+        let text = format!("{asked} requested, {sent} sent, {coalesced} coalesced");
+        add(asked + sent + coalesced > 0, "flushes", text);
+        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits, .. } =
+            &self.batches;
+        let text = format!(
+            "{plugs} plugs (mean size {plug_mean:.1}), {dispatches} dispatches (mean size {dispatch_mean:.1}), {requeues} requeues, {splits} splits, {tag_waits} tag waits"
+        );
+        add(plugs + dispatches + requeues + splits + tag_waits > 0, "batches", text);
+        let Gate { waiting, waits, wakeups, grants, largest_grant } = &self.gate;
+        let waiting = u64::from(waiting[0] + waiting[1]);
+        let text = format!(
+            "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches admitted (largest: {largest_grant} requests)"
+        );
+        add(waiting + waits + wakeups + grants > 0, "gate", text);
+        let Clock { reads, reads_per_io, age_max_us } = &self.clock;
+        let text = format!("{reads} reads, {reads_per_io:.3} per I/O, cached for {age_max_us:.1} us at most");
+        add(*reads > 0, "clock", text);
+        let Hangs { now, found, stalls, warning_seconds } = &self.hangs;
+        let limit = match *warning_seconds {
+            0.0 => "warning off".to_owned(),
+            seconds => format!("warning after {seconds} s"),
+        };
+        let text = format!("{now} now, {found} found, {stalls} stalls ({limit})");
+        add(now + found + stalls > 0, "hangs", text);
+        let Held { now, requests } = &self.held;
+        add(now + requests > 0, "held", format!("{now} now, {requests} in total"));
+        let throttle = &self.throttle;
+        add(*throttle != Throttled::default(), "throttle", throttle.describe(self.seconds));
+        if let Some(nbd) = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default()) {
             rows.extend(export_rows("nbd", nbd.connected, nbd.counters.each()));
         }
-        if let Some(vhost) = vhost {
+        if let Some(vhost) = self.vhost_user.as_ref().filter(|it| verbose || **it != VhostUser::default()) {
             rows.extend(export_rows("vhost-user", vhost.connected, vhost.counters.each()));
         }
-        let refused = self.groups().filter(|(_, group)| !group.refused.is_empty());
-        rows.extend(
-            refused.map(|(name, group)| row("refused", format!("{name} {}", by_status(&group.refused)))),
-        );
+        for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
+            rows.push(row("refused", format!("{name} {}", by_status(&group.refused))));
+        }
         render([Align::Left, Align::Left], &rows)
     }
 
@@ -101,68 +122,13 @@ impl Figures {
                 _ => format!("{name} {} ({:.2} MB)", group.ios, group.bytes as f64 / 1e6),
             })
             .collect();
+        let in_flight = format!(
+            "{in_flight} now (maximum: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
+        );
         vec![
             row("totals", if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") }),
-            row(
-                "in-flight",
-                format!(
-                    "{in_flight} now (maximum: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
-                ),
-            ),
+            row("in-flight", in_flight),
         ]
-    }
-
-    fn queue_rows(&self, verbose: bool) -> Vec<Row> {
-        let Figures { flushes, batches, gate, clock, .. } = self;
-        let mut rows = Vec::new();
-        let Flushes { asked, sent, coalesced } = flushes;
-        if verbose || asked + sent + coalesced > 0 {
-            rows.push(row("flushes", format!("{asked} requested, {sent} sent, {coalesced} coalesced")));
-        }
-        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits, .. } =
-            batches;
-        if verbose || plugs + dispatches + requeues + splits + tag_waits > 0 {
-            let text = format!(
-                "{plugs} plugs (mean size {plug_mean:.1}), {dispatches} dispatches (mean size {dispatch_mean:.1}), {requeues} requeues, {splits} splits, {tag_waits} tag waits"
-            );
-            rows.push(row("batches", text));
-        }
-        let Gate { waiting, waits, wakeups, grants, largest_grant } = gate;
-        let waiting = u64::from(waiting[0] + waiting[1]);
-        if verbose || waiting + waits + wakeups + grants > 0 {
-            let text = format!(
-                "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches admitted (largest: {largest_grant} requests)"
-            );
-            rows.push(row("gate", text));
-        }
-        if verbose || clock.reads > 0 {
-            let text = format!(
-                "{} reads, {:.3} per I/O, cached for {:.1} us at most",
-                clock.reads, clock.reads_per_io, clock.age_max_us
-            );
-            rows.push(row("clock", text));
-        }
-        rows
-    }
-
-    fn watch_rows(&self, verbose: bool) -> Vec<Row> {
-        let Figures { hangs, held, throttle, .. } = self;
-        let mut rows = Vec::new();
-        if verbose || hangs.now + hangs.found + hangs.stalls > 0 {
-            let limit = match hangs.warning_seconds {
-                0.0 => "warning off".to_owned(),
-                seconds => format!("warning after {seconds} s"),
-            };
-            let text = format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls);
-            rows.push(row("hangs", text));
-        }
-        if verbose || held.now + held.requests > 0 {
-            rows.push(row("held", format!("{} now, {} in total", held.now, held.requests)));
-        }
-        if verbose || *throttle != Throttled::default() {
-            rows.push(row("throttle", throttle.describe(self.seconds)));
-        }
-        rows
     }
 }
 

@@ -6,7 +6,7 @@ use ratatui_core::style::Style;
 
 use super::page;
 use super::row::{COLUMNS, Row, short};
-use super::theme::{Theme, aligned, put};
+use super::theme::{Theme, put};
 use super::view::View;
 use crate::output::Align;
 
@@ -54,12 +54,12 @@ fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
             head.to_owned()
         }
     };
-    let mut heading = aligned(&head(None, "NAME"), layout.name, Align::Left);
+    let mut heading = Align::Left.pad(&head(None, "NAME"), layout.name.into());
     for (column, width) in layout.columns() {
         let text = column.map_or(BAR_HEAD.to_owned(), |at| head(Some(at), COLUMNS[at].head));
-        heading = heading + " " + &aligned(&text, width, Align::Right);
+        heading = heading + " " + &Align::Right.pad(&text, width.into());
     }
-    put(buffer, area, (0, 1), &aligned(&heading, area.width, Align::Left), theme.heading());
+    put(buffer, area, (0, 1), &Align::Left.pad(&heading, area.width.into()), theme.heading());
     let height = usize::from(area.height.saturating_sub(2)).max(1);
     let selected = view.selected_index(&rows);
     // The list scrolls only as far as is necessary to show the selected row.
@@ -153,7 +153,7 @@ fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rec
         match column {
             None => bar(row, width, theme, buffer, area, (x, y)),
             Some(at) => {
-                let cell = aligned(&COLUMNS[at].cell(row), width, Align::Right);
+                let cell = Align::Right.pad(&COLUMNS[at].cell(row), width.into());
                 put(buffer, area, (x, y), &cell, style);
             }
         }

@@ -5,7 +5,7 @@ use ratatui_core::layout::Rect;
 
 use super::devices::{Column, POWERS};
 use super::row::latency;
-use super::theme::{Theme, aligned, put};
+use super::theme::{Theme, put};
 use crate::output::Align;
 
 const LABEL_COLUMNS: u16 = 8;
@@ -25,7 +25,7 @@ pub fn draw<'a>(
     };
     for y in 0..scale.rows() {
         let label = format!("<{}", latency((1u64 << scale.powers(y).end()) as f64 / 1e3));
-        put(buffer, area, (0, y), &aligned(&label, LABEL_COLUMNS, Align::Right), theme.faint());
+        put(buffer, area, (0, y), &Align::Right.pad(&label, LABEL_COLUMNS.into()), theme.faint());
         put(buffer, area, (LABEL_COLUMNS, y), theme.rule(), theme.faint());
     }
     for (x, column) in (0..width).rev().zip(shown) {
@@ -64,8 +64,7 @@ impl Scale {
         let step = (highest - lowest + 1).div_ceil(usize::from(rows.max(1)));
         let mut scale = Scale { lowest, highest, step, most: 1 };
         let cells = columns.flatten().flat_map(|counts| (0..scale.rows()).map(|y| scale.count(counts, y)));
-        let most = cells.max()?;
-        scale.most = most;
+        scale.most = cells.max()?;
         (rows > 0).then_some(scale)
     }
 

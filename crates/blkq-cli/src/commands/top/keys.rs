@@ -75,15 +75,10 @@ fn first(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
 }
 
 fn character(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
-    let length = match bytes[0] {
-        0xc2..=0xdf => 2,
-        0xe0..=0xef => 3,
-        0xf0..=0xf4 => 4,
-        _ => return Some((1, None)),
-    };
-    let text = bytes.get(..length)?;
-    match std::str::from_utf8(text).ok().and_then(|text| text.chars().next()) {
-        Some(character) => Some((length, Some(Key::Char(character)))),
+    match bytes.utf8_chunks().next()?.valid().chars().next() {
+        Some(character) => Some((character.len_utf8(), Some(Key::Char(character)))),
+        // The rest of the character has not arrived.
+        None if std::str::from_utf8(bytes).is_err_and(|e| e.error_len().is_none()) => None,
         None => Some((1, None)),
     }
 }

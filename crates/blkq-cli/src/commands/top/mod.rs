@@ -23,14 +23,14 @@ use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::output::{Align, print, print_json, render};
+use crate::output::{print, print_json, render_figures};
 use crate::usage;
 
 use devices::Devices;
 use keys::Keys;
 use row::{COLUMNS, ERRORS, Row};
 use sampler::Sampler;
-use terminal::{Guard, Screen};
+use terminal::Screen;
 use theme::Theme;
 use view::{Action, View};
 
@@ -88,9 +88,8 @@ impl Args {
         let view = View::new(format!("{} s", self.interval.as_secs_f64()));
         let theme = Theme::of(|name| std::env::var(name).ok());
         let mut program = Program { view, theme, sampler, signals, keys: Keys::default() };
-        let guard = Guard;
         let outcome = program.run(screen, self.interval);
-        drop(guard);
+        terminal::leave();
         match outcome {
             Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
             Ok(None) => Ok(ExitCode::SUCCESS),
@@ -125,17 +124,12 @@ impl Args {
 }
 
 fn table(rows: &[Row]) -> String {
-    if rows.is_empty() {
-        return String::new();
-    }
     let (before, after) = COLUMNS.split_at(8);
     let columns = || before.iter().chain([&ERRORS]).chain(after);
-    let line = |name: &str, cells: Vec<String>| [vec![name.to_owned()], cells].concat();
-    let mut lines = vec![line("NAME", columns().map(|column| column.head.to_owned()).collect())];
-    lines.extend(rows.iter().map(|row| line(&row.name, columns().map(|column| column.cell(row)).collect())));
-    let mut align = vec![Align::Right; lines[0].len()];
-    align[0] = Align::Left;
-    let mut table = render(align, &lines);
+    let heads: Vec<&str> = std::iter::once("NAME").chain(columns().map(|column| column.head)).collect();
+    let line =
+        |row: &Row| [row.name.clone()].into_iter().chain(columns().map(|column| column.cell(row))).collect();
+    let mut table = render_figures(&heads, rows.iter().map(line));
     for row in rows {
         if let Some(error) = &row.error {
             table += &format!("{}: {error}\n", row.name);
@@ -186,7 +180,9 @@ impl Program {
                         return Ok(Some(signal));
                     }
                     Signal::Stop => suspend = true,
-                    Signal::Continue | Signal::Resize => redraw |= signal == Signal::Continue,
+                    Signal::Continue => redraw = true,
+                    // The screen reads the size of the terminal each time.
+                    Signal::Resize => {}
                 }
             }
             let typed = screen.typed()?;

@@ -4,15 +4,15 @@ use ratatui_core::style::Style;
 
 use super::heat;
 use super::row::{count, latency, percent, short};
-use super::theme::{Theme, aligned, put};
+use super::theme::{Theme, put};
 use super::view::View;
-use crate::commands::stat::report::{Figures, Group, Queue};
+use crate::commands::stat::report::{Figures, Queue};
 use crate::output::Align;
 
 const TOP_ROWS: u16 = 9;
 /// The heat map is drawn if there are more rows than this.
 const HEAT_ROWS: u16 = 3;
-const COLUMN: u16 = 7;
+const COLUMN: usize = 7;
 
 pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     let name = view.selected.as_deref().unwrap_or_default();
@@ -21,11 +21,8 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
         put(buffer, area, (0, 1), "detached", theme.alarm());
         return;
     };
-    let mut queues = 0;
-    match device.report() {
-        Some(report) => {
-            queues = figures(&report.figures, theme, buffer, area);
-        }
+    let queues = match device.report() {
+        Some(report) => figures(&report.figures, theme, buffer, area),
         None => {
             let trouble = device.trouble();
             let (text, style) = match &trouble {
@@ -33,8 +30,9 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
                 None => ("waiting for the second sample", theme.faint()),
             };
             put(buffer, area, (0, 1), text, style);
+            0
         }
-    }
+    };
     let height = area.height.saturating_sub(TOP_ROWS + queues);
     if height > HEAT_ROWS {
         let map = Rect { y: area.y + TOP_ROWS, height, ..area };
@@ -42,7 +40,7 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
             "LATENCY of reads, writes, discards; one column per {}, the latest at the right",
             view.interval
         );
-        put(buffer, map, (0, 0), &aligned(&text, area.width, Align::Left), theme.heading());
+        put(buffer, map, (0, 0), &Align::Left.pad(&text, area.width.into()), theme.heading());
         heat::draw(device.columns().iter(), theme, buffer, Rect { y: map.y + 1, height: height - 1, ..map });
     }
 }
@@ -66,15 +64,9 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
         put(buffer, area, (x, 1), &format!(", virtual machines: {}", vhost_user.connected), plain);
     }
     let heads = ["IOPS", "MB/s", "MRG/s", "avg", "p50", "p99", "max", "errors"];
-    let heading = aligned(&line("", &heads), area.width, Align::Left);
+    let heading = Align::Left.pad(&line("", &heads), area.width.into());
     put(buffer, area, (0, 2), &heading, theme.heading());
-    let groups: [(&str, &Group); 4] = [
-        ("read", &figures.read),
-        ("write", &figures.write),
-        ("discard", &figures.discard),
-        ("flush", &figures.flush),
-    ];
-    for (y, (name, group)) in (3..).zip(groups) {
+    for (y, (name, group)) in (3..).zip(figures.groups()) {
         let time = |us| if group.ios == 0 { "-".to_owned() } else { latency(us) };
         let errors = group.error_count();
         let cells = [
@@ -101,8 +93,8 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
 
 /// A line of a table: a label, and cells of [`COLUMN`] characters.
 fn line(label: &str, cells: &[impl AsRef<str>]) -> String {
-    let cells = cells.iter().map(|cell| aligned(cell.as_ref(), COLUMN, Align::Right));
-    std::iter::once(aligned(label, 8, Align::Left)).chain(cells).collect()
+    let cells = cells.iter().map(|cell| Align::Right.pad(cell.as_ref(), COLUMN));
+    std::iter::once(Align::Left.pad(label, 8)).chain(cells).collect()
 }
 
 fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
@@ -118,7 +110,7 @@ fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u1
     if shown < queues.len() {
         heading += &format!("  the first {shown} of {}", queues.len());
     }
-    put(buffer, below, (0, 0), &aligned(&heading, area.width, Align::Left), theme.heading());
+    put(buffer, below, (0, 0), &Align::Left.pad(&heading, area.width.into()), theme.heading());
     for (y, (number, queue)) in (1..).zip(queues.iter().enumerate().take(shown)) {
         let cells = [
             short(queue.iops),

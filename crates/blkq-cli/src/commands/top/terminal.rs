@@ -174,14 +174,6 @@ pub fn leave() {
     let _ = tcsetattr(tty, OptionalActions::Now, modes);
 }
 
-pub struct Guard;
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        leave();
-    }
-}
-
 /// Sets `style`, whatever the style was before (ECMA-48, SGR).
 fn set_style(output: &mut Vec<u8>, style: Style) -> io::Result<()> {
     output.extend_from_slice(b"\x1b[0");

@@ -4,8 +4,6 @@ use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::{Color, Modifier, Style};
 
-use crate::output::Align;
-
 #[derive(Clone, Copy, Debug)]
 pub struct Theme {
     /// The terminal displays characters beyond ASCII.
@@ -92,14 +90,6 @@ pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, styl
     }
     let width = usize::from(area.width - x);
     buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
-}
-
-pub fn aligned(text: &str, width: u16, align: Align) -> String {
-    let width = usize::from(width);
-    match align {
-        Align::Left => format!("{text:<width$}"),
-        Align::Right => format!("{text:>width$}"),
-    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ pub enum Action {
     Redraw,
 }
 
+#[derive(Default)]
 pub struct View {
     pub devices: Devices,
     /// Shown in the title, such as `1 s`.
@@ -35,17 +36,7 @@ pub struct View {
 
 impl View {
     pub fn new(interval: String) -> View {
-        View {
-            devices: Devices::default(),
-            interval,
-            sort: Some(0),
-            reversed: false,
-            filter: String::new(),
-            is_editing: false,
-            selected: None,
-            is_page: false,
-            top_row: 0,
-        }
+        View { interval, sort: Some(0), ..View::default() }
     }
 
     pub fn rows(&self) -> Vec<Row> {
