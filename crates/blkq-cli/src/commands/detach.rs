@@ -59,7 +59,7 @@ impl Args {
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
             match detach(&dir, &name, self.force)? {
-                Detached::Done | Detached::WasDead { .. } => Ok(()),
+                Detached::Done | Detached::WasDead(_) => Ok(()),
                 Detached::NotThere => Err(no_such_device(device)),
             }
         })
@@ -69,12 +69,9 @@ impl Args {
 pub enum Detached {
     /// The daemon has detached the device, or the block device of a dead daemon was removed.
     Done,
-    /// The daemon had died before, and its stale files were removed.
-    WasDead {
-        pid: Option<u32>,
-        /// The last line of the log, which was removed as well; empty if there was none.
-        last_line: String,
-    },
+    /// The daemon had died before, and its stale files were removed. The value warns that the
+    /// daemon may not have flushed its data.
+    WasDead(Failure),
     NotThere,
 }
 
@@ -114,7 +111,13 @@ fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     // number 0.
     let pid = dir.read_state(name).map(|state| state.pid).filter(|pid| *pid != 0);
     match dir.clear_dead(name)? {
-        Dead::Cleared(last_line) => Ok(Detached::WasDead { pid, last_line }),
+        Dead::Cleared(last_line) => {
+            let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
+            let log =
+                if last_line.is_empty() { String::new() } else { format!(" (last log line: {last_line})") };
+            let notice = format!("{name}: the daemon{pid} was killed; removed its sockets and state{log}");
+            Ok(Detached::WasDead(Failure::new(notice)))
+        }
         Dead::No => Ok(Detached::NotThere),
         Dead::Orphan(orphan) => {
             let Orphan { mut claim, state } = *orphan;
@@ -146,17 +149,10 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
 /// Fails if the device is in use and `force` is false, or if the last flush of the device failed.
 pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
-    if let Detached::WasDead { pid, last_line } = &detached {
-        print_error(&stale_files_removed(name, *pid, last_line));
+    if let Detached::WasDead(notice) = &detached {
+        print_error(notice);
     }
     Ok(detached)
-}
-
-/// The daemon did not stop because of this command, and may not have flushed its data.
-fn stale_files_removed(name: &str, pid: Option<u32>, last_line: &str) -> Failure {
-    let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-    let log = if last_line.is_empty() { String::new() } else { format!(" (last log line: {last_line})") };
-    Failure::new(format!("{name}: the daemon{pid} was killed; removed its sockets and state{log}"))
 }
 
 fn during(failure: Failure, name: &str) -> Failure {

@@ -87,13 +87,9 @@ fn manual(command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let all: Vec<Command> = command.get_subcommands().filter(|sub| !sub.is_hide_set()).cloned().collect();
     let pages: Vec<String> = all.iter().map(page_name).collect();
-    let common = Help::of(&command);
-    for sub in &all {
-        let help = Help::of(sub);
-        let sections: Vec<_> = common.sections.iter().filter(|section| !section.is_examples()).collect();
-        write_page(dir, sub, &help, &sections, &["blkq".to_owned()])?;
-    }
-    write_page(dir, &command, &common, &[], &pages)
+    let common = Help::of(&command).sections;
+    all.iter().try_for_each(|sub| write_page(dir, sub, &common, &["blkq".to_owned()]))?;
+    write_page(dir, &command, &[], &pages)
 }
 
 fn page_name(command: &Command) -> String {
@@ -159,15 +155,10 @@ impl Section {
     }
 }
 
-/// `common` are the sections of the main command that every page repeats, unless the help of the command has
-/// a section with the same heading.
-fn write_page(
-    dir: &Path,
-    command: &Command,
-    help: &Help,
-    common: &[&Section],
-    see_also: &[String],
-) -> io::Result<()> {
+/// `common` are the sections of the main command. Except its examples, every page repeats them, unless the help of the
+/// command has a section with the same heading.
+fn write_page(dir: &Path, command: &Command, common: &[Section], see_also: &[String]) -> io::Result<()> {
+    let help = Help::of(command);
     // The option `-h` of `attach` has a heading of its own, "Options", which would become a second section
     // OPTIONS.
     let man = Man::new(command.clone().mut_args(|arg| match arg.get_id() == "help" {
@@ -185,10 +176,8 @@ fn write_page(
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
-    let inherited = common
-        .iter()
-        .copied()
-        .filter(|section| help.sections.iter().all(|own| own.heading != section.heading));
+    let is_own = |section: &Section| help.sections.iter().any(|own| own.heading == section.heading);
+    let inherited = common.iter().filter(|section| !section.is_examples() && !is_own(section));
     page.extend(help.sections.iter().chain(inherited).flat_map(|section| section.rendered().into_bytes()));
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
     page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());

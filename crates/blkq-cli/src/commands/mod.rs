@@ -159,7 +159,7 @@ impl Command {
             Command::Set(args) => args.run(),
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
-            Command::Snapshot(args) => args.run().map(done),
+            Command::Snapshot(args) => args.run(),
             Command::Bitmap(args) => args.run().map(done),
             Command::Commit(args) => args.run().map(done),
             Command::Resume(args) => args.run().map(done),

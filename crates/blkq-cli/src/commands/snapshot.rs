@@ -8,12 +8,13 @@
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::Dispatch;
 use blkq_protocol::control::{Dialogue, Request, Snapshotted, ask};
-use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{Backing, DeviceInfo, FileId, RecordedBacking, shown_path};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use blkq_protocol::state::StateDir;
@@ -22,7 +23,7 @@ use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
 use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::named;
-use crate::output::{print_line, warn};
+use crate::output::{for_each, print_line, warn};
 use crate::{completion, config};
 
 #[derive(clap::Args, Debug)]
@@ -76,8 +77,7 @@ struct Begun<'a> {
 }
 
 impl Args {
-    /// Fails with the last failure; the failures before it are printed on standard error.
-    pub fn run(self) -> Outcome {
+    pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let mut wanted = Vec::new();
         for (device, file) in self.pairs()? {
@@ -96,19 +96,11 @@ impl Args {
         let begun = wanted.iter().map(|wanted| Begun::new(&dir, wanted)).collect::<Outcome<Vec<_>>>()?;
         let done = change_over(&dir, begun)?;
         // Nothing is printed before all devices have switched: printing may block.
-        let mut failures = Vec::new();
-        for (wanted, done) in done {
-            match done {
-                Ok(warnings) => {
-                    warn(&wanted.name, &warnings);
-                    print_line(&wanted.path.display().to_string())?;
-                }
-                Err(failure) => failures.push(failure.during(format_args!("snapshot {}", wanted.name))),
-            }
-        }
-        let last = failures.pop();
-        failures.iter().for_each(print_error);
-        last.map_or(Ok(()), Err)
+        for_each(&done, |(wanted, done)| {
+            let warnings = done.clone().map_err(|e| e.during(format_args!("snapshot {}", wanted.name)))?;
+            warn(&wanted.name, &warnings);
+            print_line(&wanted.path.display().to_string())
+        })
     }
 
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
@@ -201,28 +193,23 @@ impl Args {
 /// Refuses a device that was attached with options that a qcow2 image does not support.
 fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
     let AttachOptions { queues, threads_per_queue: threads, offset, .. } = options;
+    let one = "but a qcow2 image is served with one";
+    let whole = "of its image, but an overlay covers a whole image";
     let (what, hint) = if *queues > 1 {
-        (format!("the device has {queues} queues, but a qcow2 image is served with one"), "with --queues 1")
+        (format!("has {queues} queues, {one}"), "with --queues 1")
     } else if *threads > 1 {
-        let what =
-            format!("the device has {threads} threads per queue, but a qcow2 image is served with one");
-        (what, "with --threads-per-queue 1")
+        (format!("has {threads} threads per queue, {one}"), "with --threads-per-queue 1")
     } else if *offset != 0 {
-        let what =
-            format!("the device begins at offset {offset} of its image, but an overlay covers a whole image");
-        (what, "without --offset")
+        (format!("begins at offset {offset} {whole}"), "without --offset")
     } else if let Some(limit) = options.size_limit {
-        let what = format!(
-            "the device is limited to {limit} bytes of its image, but an overlay covers a whole image"
-        );
-        (what, "without --size-limit")
+        (format!("is limited to {limit} bytes {whole}"), "without --size-limit")
     } else if options.dispatch == Dispatch::Serial {
-        let what = "the device uses --dispatch serial, which qcow2 images do not support".to_owned();
-        (what, "with --dispatch concurrent")
+        let what = "uses --dispatch serial, which qcow2 images do not support";
+        (what.to_owned(), "with --dispatch concurrent")
     } else {
         return Ok(());
     };
-    Err(Failure::new(format!("{what}; detach the device and attach it {hint}")))
+    Err(Failure::new(format!("the device {what}; detach the device and attach it {hint}")))
 }
 
 /// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name

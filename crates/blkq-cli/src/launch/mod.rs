@@ -58,8 +58,7 @@ impl Program {
     /// the device is detached when this process exits.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
         let flags: &[_] = if exit_with_parent { &["--exit-with-parent"] } else { &[] };
-        let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
-        self.launch_with(options, flags, &message)
+        self.launch_with(options, flags, Vec::new(), false)
     }
 
     /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
@@ -69,18 +68,19 @@ impl Program {
         options: &AttachOptions,
         settings: Vec<(String, String)>,
     ) -> Outcome<Launched> {
-        let message = LaunchMessage { options: Record::new(options)?, settings, succeeds: true };
-        self.launch_with(options, &[], &message)
+        self.launch_with(options, &[], settings, true)
     }
 
     fn launch_with(
         &self,
         options: &AttachOptions,
         flags: &[&str],
-        message: &LaunchMessage,
+        settings: Vec<(String, String)>,
+        succeeds: bool,
     ) -> Outcome<Launched> {
         let name = options.name.clone().unwrap_or_else(|| options.default_name());
-        let input = serde_json::to_vec(message).map_err(|e| failure(e.into()))?;
+        let message = LaunchMessage { options: Record::new(options)?, settings, succeeds };
+        let input = serde_json::to_vec(&message).map_err(|e| failure(e.into()))?;
         launch(self, flags, &name, &input)
     }
 

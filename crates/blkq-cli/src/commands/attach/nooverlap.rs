@@ -81,12 +81,10 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
                 continue;
             }
         };
-        match Backing::of(&info) {
-            Some(backing) if backing.file == file && backing.window.overlaps(window) => {
-                check_same(&info, backing.window, window, options)?;
-                return Ok(Found::Same(info));
-            }
-            _ => {}
+        let backing = Backing::of(&info).filter(|backing| backing.file == file);
+        if let Some(backing) = backing.filter(|backing| backing.window.overlaps(window)) {
+            check_same(&info, backing.window, window, options)?;
+            return Ok(Found::Same(info));
         }
     }
     Ok(found)

@@ -100,7 +100,7 @@ impl Device<'_> {
         };
         match detached {
             Ok(Detached::Done | Detached::NotThere) => {}
-            Ok(Detached::WasDead { .. }) => self.failed = true,
+            Ok(Detached::WasDead(_)) => self.failed = true,
             Err(failure) => self.fail(&failure),
         }
     }

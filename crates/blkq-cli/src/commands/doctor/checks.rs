@@ -27,9 +27,9 @@ const FILES: u64 = 2048;
 /// `certificates` is the directory of --tls-certificates.
 pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![
-        kernel(&kernel_release()),
-        io_uring(),
-        state_directory(),
+        kernel(&kernel_release()).needed(),
+        io_uring().needed(),
+        state_directory().needed(),
         locked_memory(locked_memory_limit(), geteuid().is_root()),
         open_files(getrlimit(Resource::Nofile).maximum),
         landlock(landlock_abi()),
@@ -63,23 +63,14 @@ fn kernel(release: &str) -> Finding {
         true => Finding::ok("kernel", release),
         false => Finding::missing("kernel", release, "boot Linux 6.1 or newer (Debian 12 and newer)"),
     }
-    .needed()
 }
 
 fn io_uring() -> Finding {
     let ready = ring::probe().and_then(|probe| {
-        let lacking: Vec<_> = ring::ENGINE_OPERATIONS
-            .iter()
-            .filter(|(_, code)| !probe.supports(*code))
-            .map(|(name, _)| *name)
-            .collect();
-        match lacking.is_empty() {
-            true => Ok(()),
-            false => Err(blkq::Error::new(
-                ErrorKind::Unsupported,
-                format!("lacks the operations {}", lacking.join(", ")),
-            )),
-        }
+        let lacking = ring::ENGINE_OPERATIONS.iter().filter(|(_, code)| !probe.supports(*code));
+        let lacking: Vec<_> = lacking.map(|(name, _)| *name).collect();
+        let why = format!("lacks the operations {}", lacking.join(", "));
+        if lacking.is_empty() { Ok(()) } else { Err(blkq::Error::new(ErrorKind::Unsupported, why)) }
     });
     let disabled = read("/proc/sys/kernel/io_uring_disabled");
     match ready {
@@ -91,7 +82,6 @@ fn io_uring() -> Finding {
         Ok(()) => Finding::ok("io_uring", "available, with all operations that blkq needs"),
         Err(e) => Finding::missing("io_uring", reason(&e), io_uring_hint(&disabled)),
     }
-    .needed()
 }
 
 /// `disabled` is the text of kernel.io_uring_disabled.
@@ -111,21 +101,17 @@ fn state_directory() -> Finding {
     let dir = match StateDir::locate() {
         Ok(dir) => dir,
         Err(failure) => {
-            return Finding::missing(name, failure.to_string(), "export XDG_RUNTIME_DIR=/run/user/$(id -u)")
-                .needed();
+            return Finding::missing(name, failure.to_string(), "export XDG_RUNTIME_DIR=/run/user/$(id -u)");
         }
     };
     let shown = dir.path().display();
     if dir.path().exists() {
         // `create` only checks the owner and the mode of a directory that exists.
+        let hint = || directory_hint(dir.path(), geteuid().as_raw());
         return match dir.create() {
             Ok(()) => Finding::ok(name, shown.to_string()),
-            Err(failure) => {
-                let hint = directory_hint(dir.path(), geteuid().as_raw());
-                Finding::missing(name, failure.to_string(), hint)
-            }
-        }
-        .needed();
+            Err(failure) => Finding::missing(name, failure.to_string(), hint()),
+        };
     }
     let parent = dir.path().ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     match access(parent, Access::WRITE_OK) {
@@ -136,7 +122,6 @@ fn state_directory() -> Finding {
             format!("sudo install -d -m 700 -o $USER {}", shell_word(dir.path())),
         ),
     }
-    .needed()
 }
 
 /// How `user` gets a state directory instead of the one at `path`, which cannot be used.
@@ -226,11 +211,8 @@ fn block_devices() -> Finding {
                 (ublk::Features::UPDATE_SIZE, "resizing devices in use"),
                 (ublk::Features::PER_IO_DAEMON, "several threads per queue"),
             ];
-            let lacking: Vec<_> = newer
-                .iter()
-                .filter(|(feature, _)| !features.contains(*feature))
-                .map(|(_, what)| *what)
-                .collect();
+            let lacking = newer.iter().filter(|(feature, _)| !features.contains(*feature));
+            let lacking: Vec<_> = lacking.map(|(_, what)| *what).collect();
             match lacking.is_empty() {
                 true => Finding::ok(name, "available, with all features that blkq uses"),
                 false => Finding::limited(
