@@ -15,7 +15,7 @@ use crate::nbd_session::nbd::pki::Pki;
 use arbitrary::{Arbitrary, Result, Unstructured};
 use blkq::random::mix;
 use blkq_export::nbd::TlsCertificates;
-use blkq_export::nbd::fuzzing::{Outgoing, Tls, TlsEnd};
+use blkq_export::nbd::fuzzing::{Outgoing, StreamEnd, Tls};
 use rustls::client::Resumption;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -168,7 +168,7 @@ struct Session {
     taken: usize,
     rekeys: usize,
     bye: bool,
-    end: Option<TlsEnd>,
+    end: Option<StreamEnd>,
     /// Whether the client has stopped reading.
     deaf: bool,
 }
@@ -251,11 +251,11 @@ impl Session {
             }
         }
         // Before the server has received data, an attacker can forge a close.
-        if self.end == Some(TlsEnd::Closed) && self.received > 0 {
+        if self.end == Some(StreamEnd::Closed) && self.received > 0 {
             assert!(self.bye && self.received == self.sent, "cut off in silence");
         }
         assert!(
-            self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken),
+            self.meddled || !self.welcome || self.end != Some(StreamEnd::Broken),
             "the connection broke without a cause"
         );
     }
@@ -263,7 +263,7 @@ impl Session {
     /// Sends `bytes` of an answer, and the other output of the server side, to the client.
     fn send(&mut self, bytes: usize) {
         let Some(tls) = &mut self.tls else { return };
-        let mut answer = Outgoing::new();
+        let mut answer = Outgoing::default();
         let range = self.answered..self.answered + bytes;
         answer.append(|headers| headers.extend(range.map(pattern)));
         if bytes > 0 {
@@ -275,7 +275,7 @@ impl Session {
         loop {
             if tls.unsent().is_empty() && of_server(|| tls.encrypt(&mut answer)).is_err() {
                 // The TLS session of the server has failed.
-                self.end = Some(TlsEnd::Broken);
+                self.end = Some(StreamEnd::Broken);
                 assert!(self.meddled || !self.welcome, "the connection broke without a cause");
                 return;
             }
@@ -380,7 +380,7 @@ impl Session {
         self.carry_all();
         if !self.meddled && self.welcome {
             assert!(!self.client.is_handshaking() && self.received == self.sent, "not all was received");
-            assert_eq!(self.end, self.bye.then_some(TlsEnd::Closed));
+            assert_eq!(self.end, self.bye.then_some(StreamEnd::Closed));
             assert_eq!(self.taken, self.answered, "not all was answered");
         }
         let tls = self.tls.take();

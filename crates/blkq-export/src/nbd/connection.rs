@@ -17,8 +17,8 @@ use super::rejections::Reason;
 use super::requests::{Parsed, Requests};
 use super::shared::EngineShared;
 use super::status::ConnectionStatus;
-use super::stream::{ConnectionBuffers, Received, Stream};
-use super::tls::{Tls, TlsEnd};
+use super::stream::{ConnectionBuffers, Stream};
+use super::tls::{StreamEnd, Tls};
 use super::unaligned::Finished;
 
 #[expect(clippy::large_enum_variant, reason = "a connection is in its handshake only briefly")]
@@ -29,15 +29,6 @@ enum Phase {
 
 /// Cost of a decryption step, in items of the turn's budget: a client may send records with almost no data.
 const DECRYPT_ITEMS: usize = 4;
-
-/// The event that parsing waits for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum WaitingFor {
-    Input,
-    NextTurn,
-    /// A request completes, or a reply is sent.
-    Completion,
-}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Closing {
@@ -51,7 +42,7 @@ enum Closing {
 pub(super) struct Connection {
     slot: u32,
     stream: Stream,
-    status: Arc<ConnectionStatus>,
+    pub status: Arc<ConnectionStatus>,
     phase: Phase,
     closing: Closing,
     handshake_since_ns: u64,
@@ -90,10 +81,6 @@ impl Connection {
         }
     }
 
-    pub fn status(&self) -> &Arc<ConnectionStatus> {
-        &self.status
-    }
-
     pub fn make_ready(&mut self) -> bool {
         !std::mem::replace(&mut self.ready, true)
     }
@@ -105,9 +92,11 @@ impl Connection {
         }
     }
 
-    fn record_violation(&mut self, reason: Reason) {
+    /// Records that the client broke the protocol. No further requests are received.
+    fn end_after_violation(&mut self, reason: Reason) {
         self.status.count_violation();
         self.rejection = Some(reason);
+        self.closing = Closing::Drain;
     }
 
     pub fn deadline_ns(&self) -> u64 {
@@ -206,15 +195,15 @@ impl Connection {
                 _ => requests.begin_parts(self.stream.replies(), shared, cx),
             }
         }
-        let mut waiting_for = self.parse(shared, cx);
-        while waiting_for == WaitingFor::Input && self.decrypt(shared) {
-            waiting_for = self.parse(shared, cx);
+        let mut parsed = self.parse(shared, cx);
+        while parsed == Parsed::Receive && self.decrypt(shared) {
+            parsed = self.parse(shared, cx);
             // The parser does not check the budget while it copies the rest of a payload.
-            if waiting_for == WaitingFor::Input && shared.work.is_over() {
-                waiting_for = WaitingFor::NextTurn;
+            if parsed == Parsed::Receive && shared.work.is_over() {
+                parsed = Parsed::Later;
             }
         }
-        let mut wants_input = waiting_for == WaitingFor::Input;
+        let mut wants_input = parsed == Parsed::Receive;
         if wants_input && let Some(tls) = self.stream.offload_handshake() {
             shared.offload_handshake(self.slot, tls, cx);
             return false;
@@ -245,31 +234,27 @@ impl Connection {
         if let Phase::Transmission(requests) = &self.phase {
             self.status.publish(&requests.counters, requests.outstanding);
         }
-        waiting_for == WaitingFor::NextTurn && self.closing == Closing::No
+        parsed == Parsed::Later && self.closing == Closing::No
     }
 
     /// Parses the received data, as far as the limits of memory and requests and the turn's budget allow.
-    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> WaitingFor {
+    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> Parsed {
         // While a receive is in flight, the kernel may write to the input buffer and to the payload.
         if self.stream.receive_armed {
-            return WaitingFor::Completion;
+            return Parsed::Wait;
         }
         while self.closing == Closing::No {
             let (handshake, exports) = match &mut self.phase {
                 Phase::Transmission(requests) => {
-                    match requests.parse(&mut self.stream, shared, cx) {
-                        Parsed::Receive => return WaitingFor::Input,
-                        Parsed::Later => return WaitingFor::NextTurn,
-                        Parsed::Wait => {}
+                    let parsed = requests.parse(&mut self.stream, shared, cx);
+                    match parsed {
                         Parsed::Disconnect => self.closing = Closing::Drain,
-                        Parsed::Violation => {
-                            self.record_violation(Reason::Request);
-                            self.closing = Closing::Drain;
-                        }
+                        Parsed::Violation => self.end_after_violation(Reason::Request),
+                        Parsed::Receive | Parsed::Later | Parsed::Wait => {}
                     }
-                    return WaitingFor::Completion;
+                    return parsed;
                 }
-                Phase::Handshake(..) if shared.work.is_over() => return WaitingFor::NextTurn,
+                Phase::Handshake(..) if shared.work.is_over() => return Parsed::Later,
                 Phase::Handshake(handshake, exports) => (handshake, exports),
             };
             let (input, replies) = self.stream.input_and_replies();
@@ -277,21 +262,15 @@ impl Connection {
             self.stream.consume(taken);
             shared.work.spend(handshake.take_work());
             match next {
-                Next::Receive => return WaitingFor::Input,
-                Next::Later => return WaitingFor::NextTurn,
+                Next::Receive => return Parsed::Receive,
+                Next::Later => return Parsed::Later,
+                Next::StartTls if self.stream.start_tls() => return Parsed::Receive,
                 Next::StartTls => {
-                    if self.stream.start_tls() {
-                        return WaitingFor::Input;
-                    }
-                    self.record_violation(Reason::Handshake);
+                    self.end_after_violation(Reason::Handshake);
                     self.break_off();
                 }
-                Next::Close => {
-                    if !handshake.is_aborted() {
-                        self.record_violation(Reason::Handshake);
-                    }
-                    self.closing = Closing::Drain;
-                }
+                Next::Close if handshake.is_aborted() => self.closing = Closing::Drain,
+                Next::Close => self.end_after_violation(Reason::Handshake),
                 Next::Transmission(session) => {
                     self.stream.forget_tls();
                     let export = &exports[session.export];
@@ -301,7 +280,7 @@ impl Connection {
                 }
             }
         }
-        WaitingFor::Completion
+        Parsed::Wait
     }
 
     /// Decrypts into the expected payload, else into the input buffer. Returns whether there is new data.
@@ -322,11 +301,10 @@ impl Connection {
                 }
                 return true;
             }
-            Err(TlsEnd::Closed) => self.closing = Closing::Drain,
-            Err(TlsEnd::Broken) => {
+            Err(StreamEnd::Closed) => self.closing = Closing::Drain,
+            Err(StreamEnd::Broken) => {
                 let reason = Reason::Tls(self.stream.tls_failure());
-                self.record_violation(reason);
-                self.closing = Closing::Drain;
+                self.end_after_violation(reason);
             }
         }
         false
@@ -358,18 +336,16 @@ impl Connection {
     }
 
     fn backs_off(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
-        let Phase::Transmission(requests) = &self.phase else { return false };
+        let Phase::Transmission(requests) = &mut self.phase else { return false };
         let on = shared.options.switches.receive_backoff.load(Relaxed);
-        if !on || requests.expects_payload() || self.closing != Closing::No {
+        if !on || requests.missing_payload().is_some() || self.closing != Closing::No {
             self.backoff.cancel();
             return false;
         }
         let starts = self.backoff.until_ns() == u64::MAX;
         match self.backoff.consider(requests.counters.requests, cx.now_ns(), self.stream.socket()) {
             Decision::Later(until_ns) => {
-                if starts {
-                    shared.receive_backoffs += 1;
-                }
+                requests.counters.receive_backoffs += u64::from(starts);
                 shared.expect_deadline(until_ns);
                 true
             }
@@ -412,7 +388,8 @@ impl Connection {
         self.send_until_ns = u64::MAX;
         let (replies, freed) = self.stream.recycle_sent(&mut shared.buffers);
         if let Phase::Transmission(requests) = &mut self.phase {
-            requests.sent(replies, freed, shared);
+            requests.outstanding -= replies;
+            requests.free(freed, shared);
         }
     }
 
@@ -436,16 +413,15 @@ impl Connection {
             payload = requests.missing_payload().map_or(0, |missing| missing.len());
         }
         match self.stream.received(result, payload) {
-            Received::Payload(bytes) => {
+            Ok(bytes) => {
                 if let Phase::Transmission(requests) = &mut self.phase {
                     requests.took_payload(bytes);
                 }
             }
-            Received::Nothing => {}
             // The client sends nothing more, but earlier requests are still answered.
-            Received::Closed if self.closing == Closing::No => self.closing = Closing::Drain,
-            Received::Closed => {}
-            Received::Failed => self.break_off(),
+            Err(StreamEnd::Closed) if self.closing == Closing::No => self.closing = Closing::Drain,
+            Err(StreamEnd::Closed) => {}
+            Err(StreamEnd::Broken) => self.break_off(),
         }
     }
 }

@@ -13,7 +13,6 @@ pub mod harness;
 mod in_flight;
 mod options;
 mod outgoing;
-mod payload;
 mod plan;
 pub mod proto;
 mod queries;
@@ -40,7 +39,7 @@ mod x509;
 pub mod fuzzing {
     pub use super::certificates::authorities;
     pub use super::outgoing::Outgoing;
-    pub use super::tls::{Tls, TlsEnd};
+    pub use super::tls::{StreamEnd, Tls};
     pub use super::x509::CertificateUse;
 }
 

@@ -34,11 +34,6 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    /// An empty collection, which allocates no memory.
-    pub fn new() -> Outgoing {
-        Outgoing::default()
-    }
-
     /// Whether nothing was gathered since the last recycling.
     pub fn is_empty(&self) -> bool {
         self.headers.is_empty()
@@ -61,18 +56,18 @@ impl Outgoing {
         self.replies += 1;
     }
 
-    /// Lets `write` append the header of a reply whose data is `part` of `buffer`, in bytes.
+    /// Lets `write` append the header of data, which is `part` of `buffer`, in bytes. `last`: the data ends the reply.
     #[inline]
-    pub fn reply_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
-        self.part_with(buffer, part, write);
-        self.replies += 1;
-    }
-
-    /// As [`Outgoing::reply_with`], but the reply continues with further chunks.
-    #[inline]
-    pub fn part_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
+    pub fn append_data(
+        &mut self,
+        buffer: IoBuffer,
+        part: Range<usize>,
+        last: bool,
+        write: impl FnOnce(&mut Vec<u8>),
+    ) {
         write(&mut self.headers);
         self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
+        self.replies += usize::from(last);
     }
 
     /// Counts `bytes`, which the connection has reserved for extents, as in use until this is recycled.

@@ -51,9 +51,7 @@ pub(super) enum Plan {
     Answer(Result<(), NbdError>),
     /// Read these blocks, or receive the payload of a write into a buffer for these blocks.
     Transfer(Range<u64>),
-    /// Write zeroes to a range that is not whole blocks, ordered by the range lock.
-    Order,
-    /// Submit this operation, which has no data, on these blocks.
+    /// Submit this operation, which has no data, on this range. Only write zeroes may end within a block.
     Submit(Operation, Range<u64>),
     /// Query the extents of the range.
     Extents,
@@ -76,13 +74,11 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
             Plan::Transfer(Blocks::around(&transferred(request), block).range)
         }
         Command::Flush => Plan::Submit(Operation::Flush, 0..0),
-        Command::WriteZeroes if is_whole => Plan::Submit(Operation::WriteZeroes, range),
         // The blocks at the ends would have to be read and written, which is not fast.
-        Command::WriteZeroes if request.flags.contains(CommandFlags::FAST_ZERO) => {
+        Command::WriteZeroes if !is_whole && request.flags.contains(CommandFlags::FAST_ZERO) => {
             Plan::Answer(Err(NbdError::NotSupported))
         }
-        Command::WriteZeroes => Plan::Order,
-        Command::Trim if is_whole => Plan::Submit(Operation::Discard, range),
+        Command::WriteZeroes => Plan::Submit(Operation::WriteZeroes, range),
         Command::Trim => match Blocks::within(&range, block) {
             blocks if blocks.length() == 0 => Plan::Answer(Ok(())),
             blocks => Plan::Submit(Operation::Discard, blocks.range),

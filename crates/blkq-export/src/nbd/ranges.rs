@@ -55,7 +55,7 @@ struct Table {
     /// The entries by ticket. A newer entry has a larger ticket.
     entries: BTreeMap<u64, Entry>,
     newest: Newest,
-    members: Vec<Option<MemberState>>,
+    members: BTreeMap<usize, MemberState>,
 }
 
 struct Entry {
@@ -129,6 +129,14 @@ struct MemberState {
     unchecked: Vec<u64>,
 }
 
+impl MemberState {
+    fn wake(&mut self, to_wake: &mut Wakes<'_>) {
+        if !std::mem::replace(&mut self.woken, true) {
+            to_wake.0.push(Arc::clone(&self.wake));
+        }
+    }
+}
+
 impl std::fmt::Debug for RangeLock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RangeLock").field("taken", &self.taken).finish_non_exhaustive()
@@ -150,14 +158,14 @@ impl RangeLock {
         let thread = thread::current();
         let mut member = self.join(Arc::new(move || thread.unpark()));
         let until = Instant::now() + RESIZE_TIMEOUT;
-        let (mut granted, end) = (Vec::new(), disk.limits().whole_bytes());
+        let end = disk.limits().whole_bytes();
         member.enter().lock(end..u64::MAX, 0);
         loop {
             let mut session = member.enter();
             session.check(|_| false);
-            session.take_granted(&mut granted);
+            let is_granted = session.take_granted().next().is_some();
             drop(session);
-            if !granted.is_empty() {
+            if is_granted {
                 return disk.resize(bytes);
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -174,13 +182,9 @@ impl RangeLock {
 
     pub(super) fn join(self: &Arc<Self>, wake: Wake) -> Member {
         let state = MemberState { wake, woken: false, granted: Vec::new(), unchecked: Vec::new() };
-        let mut table = lock(&self.table);
-        let index = table.members.iter().position(Option::is_none).unwrap_or(table.members.len());
-        if index == table.members.len() {
-            table.members.push(None);
-        }
-        table.members[index] = Some(state);
-        drop(table);
+        let members = &mut lock(&self.table).members;
+        let index = members.last_key_value().map_or(0, |(last, _)| last + 1);
+        members.insert(index, state);
         Member { lock: Arc::clone(self), index, to_wake: Vec::new() }
     }
 }
@@ -198,26 +202,12 @@ impl Member {
     pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
         // No code that changes the table can panic halfway, so a poisoned table is consistent.
         let table = try_lock(&self.lock.table)?;
-        Some(self.lock.session(table, self.index, &mut self.to_wake))
+        Some(LockedTable::new(table, &self.lock.taken, self.index, &mut self.to_wake))
     }
 
     fn enter(&mut self) -> LockedTable<'_> {
         let table = lock(&self.lock.table);
-        self.lock.session(table, self.index, &mut self.to_wake)
-    }
-}
-
-impl RangeLock {
-    fn session<'a>(
-        &'a self,
-        mut table: MutexGuard<'a, Table>,
-        member: usize,
-        to_wake: &'a mut Vec<Wake>,
-    ) -> LockedTable<'a> {
-        if let Some(state) = &mut table.members[member] {
-            state.woken = false;
-        }
-        LockedTable { taken: &self.taken, table: Some(table), member, to_wake }
+        LockedTable::new(table, &self.lock.taken, self.index, &mut self.to_wake)
     }
 }
 
@@ -226,54 +216,72 @@ impl Drop for Member {
         let index = self.index;
         let mut session = self.enter();
         let own = |(_, entry): &(&u64, &Entry)| entry.member == index;
-        let tickets: Vec<u64> =
-            session.table().entries.iter().filter(own).map(|(ticket, _)| *ticket).collect();
+        let tickets: Vec<u64> = session.table.entries.iter().filter(own).map(|(ticket, _)| *ticket).collect();
         tickets.into_iter().for_each(|ticket| session.release(ticket));
         session.check(|_| false);
-        session.table().members[index] = None;
+        session.table.members.remove(&index);
     }
 }
 
 /// The table, locked by one member. When this is dropped, it wakes the members whose entries were granted, or
 /// who must check their writes.
 pub(super) struct LockedTable<'a> {
+    // Fields are dropped in this order: the table is unlocked before the members are woken.
+    table: MutexGuard<'a, Table>,
+    to_wake: Wakes<'a>,
     taken: &'a AtomicUsize,
-    /// `None` only while this is dropped.
-    table: Option<MutexGuard<'a, Table>>,
     member: usize,
-    to_wake: &'a mut Vec<Wake>,
 }
 
-impl LockedTable<'_> {
-    fn table(&mut self) -> &mut Table {
-        self.table.as_mut().expect("taken out only when the session is dropped")
+/// Wakes these members when it is dropped.
+struct Wakes<'a>(&'a mut Vec<Wake>);
+
+impl Drop for Wakes<'_> {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(|wake| wake());
+    }
+}
+
+impl<'a> LockedTable<'a> {
+    fn new(
+        table: MutexGuard<'a, Table>,
+        taken: &'a AtomicUsize,
+        member: usize,
+        to_wake: &'a mut Vec<Wake>,
+    ) -> LockedTable<'a> {
+        let mut locked = LockedTable { table, to_wake: Wakes(to_wake), taken, member };
+        locked.own().woken = false;
+        locked
+    }
+
+    /// The state of the member that has locked the table.
+    fn own(&mut self) -> &mut MemberState {
+        self.table.members.get_mut(&self.member).expect("a member is in the table until it is dropped")
     }
 
     /// Adds an exclusive entry, and returns its ticket. When the entry is granted,
     /// [`LockedTable::take_granted`] returns `key`.
     pub fn lock(&mut self, range: Range<u64>, key: u32) -> u64 {
         self.taken.fetch_add(1, Relaxed);
-        let mut unchecked = 0;
-        let ticket = self.table().next_ticket;
-        for index in 0..self.table().members.len() {
-            if let Some(state) = &mut self.table().members[index] {
-                state.unchecked.push(ticket);
-                unchecked += 1;
-                self.wake(index);
+        let table = &mut *self.table;
+        for (member, state) in &mut table.members {
+            state.unchecked.push(table.next_ticket);
+            if *member != self.member {
+                state.wake(&mut self.to_wake);
             }
         }
+        let unchecked = table.members.len();
         self.insert(range, true, key, unchecked)
     }
 
     /// Adds an entry for a write of whole blocks, as [`LockedTable::lock`] does. Returns `None` if no entry
     /// overlaps `range`: the write can run now.
     pub fn wait(&mut self, range: Range<u64>, key: u32) -> Option<u64> {
-        self.table().newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
+        self.table.newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
     }
 
     fn insert(&mut self, range: Range<u64>, exclusive: bool, key: u32, unchecked: usize) -> u64 {
-        let member = self.member;
-        let table = self.table();
+        let (member, table) = (self.member, &mut *self.table);
         let ticket = table.next_ticket;
         table.next_ticket += 1;
         let mut older = Vec::new();
@@ -297,7 +305,7 @@ impl LockedTable<'_> {
         // Abandoned entries that would be granted now.
         let mut abandoned = Vec::new();
         while let Some(ticket) = next.take().or_else(|| abandoned.pop()) {
-            let table = self.table();
+            let table = &mut *self.table;
             let Some(entry) = table.entries.get_mut(&ticket) else { continue };
             if entry.blockers > 0 {
                 entry.abandoned = true;
@@ -316,11 +324,9 @@ impl LockedTable<'_> {
     /// the member has writes in flight in the range. Returns true if it has: then call this again when writes
     /// have completed.
     pub fn check(&mut self, mut has_writes: impl FnMut(&Range<u64>) -> bool) -> bool {
-        let member = self.member;
-        let Some(state) = &mut self.table().members[member] else { return false };
-        let mut unchecked = std::mem::take(&mut state.unchecked);
+        let mut unchecked = std::mem::take(&mut self.own().unchecked);
         unchecked.retain(|ticket| {
-            let Some(entry) = self.table().entries.get(ticket) else { return false };
+            let Some(entry) = self.table.entries.get(ticket) else { return false };
             let busy = has_writes(&entry.range);
             if !busy && self.unblock(*ticket) {
                 self.release(*ticket);
@@ -328,52 +334,30 @@ impl LockedTable<'_> {
             busy
         });
         let left = !unchecked.is_empty();
-        if let Some(state) = &mut self.table().members[member] {
-            state.unchecked = unchecked;
-        }
+        self.own().unchecked = unchecked;
         left
     }
 
     /// Removes one blocker of an entry, and grants the entry if none is left. Returns true if its member left
     /// instead: the caller must release the entry.
     fn unblock(&mut self, ticket: u64) -> bool {
-        let Some(entry) = self.table().entries.get_mut(&ticket) else { return false };
+        let table = &mut *self.table;
+        let Some(entry) = table.entries.get_mut(&ticket) else { return false };
         entry.blockers -= 1;
         if entry.blockers > 0 || entry.abandoned {
             return entry.blockers == 0;
         }
-        let (member, key) = (entry.member, entry.key);
-        if let Some(state) = &mut self.table().members[member] {
-            state.granted.push(key);
+        if let Some(state) = table.members.get_mut(&entry.member) {
+            state.granted.push(entry.key);
+            if entry.member != self.member {
+                state.wake(&mut self.to_wake);
+            }
         }
-        self.wake(member);
         false
     }
 
-    fn wake(&mut self, member: usize) {
-        if member == self.member {
-            return;
-        }
-        if let Some(state) = &mut self.table().members[member]
-            && !std::mem::replace(&mut state.woken, true)
-        {
-            let wake = Arc::clone(&state.wake);
-            self.to_wake.push(wake);
-        }
-    }
-
-    /// Appends the keys of this member's entries that were granted since the last call.
-    pub fn take_granted(&mut self, granted: &mut Vec<u32>) {
-        let member = self.member;
-        if let Some(state) = &mut self.table().members[member] {
-            granted.append(&mut state.granted);
-        }
-    }
-}
-
-impl Drop for LockedTable<'_> {
-    fn drop(&mut self) {
-        self.table = None;
-        self.to_wake.drain(..).for_each(|wake| wake());
+    /// Takes the keys of this member's entries that were granted since the last call.
+    pub fn take_granted(&mut self) -> impl Iterator<Item = u32> {
+        self.own().granted.drain(..)
     }
 }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Completion, Data, Operation, SourceContext, Status};
+use blkq::{Completion, Data, IoBuffer, Operation, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
@@ -14,7 +14,6 @@ use super::contexts::{ChosenContexts, ContextStatus, StatusExtent};
 use super::handshake::{Export, Session};
 use super::in_flight::InFlight;
 use super::outgoing::Outgoing;
-use super::payload::Payload;
 use super::plan::{self, Plan};
 use super::proto::{Command, CommandFlags, NbdError};
 use super::queries::Query;
@@ -53,7 +52,8 @@ pub(super) struct Requests {
     style: ReplyStyle,
     contexts: ChosenContexts,
     pub counters: NbdCounters,
-    incoming: Option<Payload>,
+    /// The write whose payload is being received, and the buffer for the blocks around its range.
+    incoming: Option<(Request, IoBuffer)>,
     /// Deadline of the payload; `u64::MAX` if no payload is expected.
     pub payload_until_ns: u64,
     /// A parsed request that waits for memory.
@@ -101,37 +101,30 @@ impl Requests {
         self.busy == 0
     }
 
-    pub fn expects_payload(&self) -> bool {
-        self.incoming.is_some()
-    }
-
+    /// The part of the buffer into which the rest of the expected payload must be received.
     pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
-        self.incoming.as_mut().map(Payload::missing)
+        let (request, buffer) = self.incoming.as_mut()?;
+        let end = ((request.offset & self.block_mask) + request.length) as usize;
+        Some(&mut buffer[end - self.transmission.payload_bytes() as usize..end])
     }
 
     pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
-        if let Some(incoming) = &self.incoming
+        if let Some((request, _)) = &self.incoming
             && self.payload_until_ns == u64::MAX
         {
-            self.payload_until_ns = shared.transfer_until_ns(incoming.request.length, cx);
+            self.payload_until_ns = shared.transfer_until_ns(request.length, cx);
         }
     }
 
     pub fn took_payload(&mut self, bytes: usize) {
-        if let Some(incoming) = &mut self.incoming {
-            incoming.took(bytes);
+        if self.incoming.is_some() {
             self.transmission.took_payload(bytes as u32);
         }
     }
 
-    pub fn sent(&mut self, replies: usize, freed: usize, shared: &mut EngineShared) {
-        self.outstanding -= replies;
-        self.free(freed, shared);
-    }
-
     pub fn release(&mut self, shared: &mut EngineShared) {
-        if let Some(incoming) = self.incoming.take() {
-            shared.buffers.put(incoming.buffer);
+        if let Some((_, buffer)) = self.incoming.take() {
+            shared.buffers.put(buffer);
         }
         self.free(self.buffered, shared);
     }
@@ -148,10 +141,10 @@ impl Requests {
         cx: &mut SourceContext<'_>,
     ) -> Parsed {
         loop {
-            if let Some(incoming) = &mut self.incoming {
+            if let Some(missing) = self.missing_payload() {
                 let input = stream.input();
-                let bytes = (self.transmission.payload_bytes() as usize).min(input.len());
-                incoming.missing()[..bytes].copy_from_slice(&input[..bytes]);
+                let bytes = missing.len().min(input.len());
+                missing[..bytes].copy_from_slice(&input[..bytes]);
                 stream.consume(bytes);
                 self.took_payload(bytes);
                 if self.transmission.payload_bytes() > 0 {
@@ -228,13 +221,11 @@ impl Requests {
                 match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
                     None => self.reject(&request, NbdError::NoMemory, replies, shared),
                     Some(buffer) if request.command == Command::Write => {
-                        let from = (request.offset - blocks.start) as usize;
-                        self.incoming = Some(Payload::new(request, buffer, from));
+                        self.incoming = Some((request, buffer));
                     }
                     Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx),
                 }
             }
-            Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, shared),
             Plan::Submit(operation, blocks) => {
                 self.submit(request, operation, blocks, Data::None, shared, cx);
             }
@@ -247,7 +238,7 @@ impl Requests {
             && split::is_split(request.length)
             && self.split.is_some()
             && !request.flags.contains(CommandFlags::DF)
-            && self.is_whole_blocks(request)
+            && self.is_whole_blocks(&request.range())
     }
 
     pub fn begin_parts(
@@ -320,18 +311,14 @@ impl Requests {
     }
 
     fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
-        if let Some(Payload { request, buffer, .. }) = self.incoming.take() {
+        if let Some((request, buffer)) = self.incoming.take() {
             self.payload_until_ns = u64::MAX;
-            let range = request.range();
-            match self.is_whole_blocks(&request) {
-                true => self.submit(request, Operation::Write, range, buffer.into(), shared, cx),
-                false => self.order(request, Operation::Write, range, buffer.into(), shared),
-            }
+            self.submit(request, Operation::Write, request.range(), buffer.into(), shared, cx);
         }
     }
 
-    fn is_whole_blocks(&self, request: &Request) -> bool {
-        (request.offset | request.length) & self.block_mask == 0
+    fn is_whole_blocks(&self, range: &Range<u64>) -> bool {
+        (range.start | range.end) & self.block_mask == 0
     }
 
     fn buffer_bytes(&self, request: &Request) -> usize {
@@ -344,30 +331,8 @@ impl Requests {
         plan::buffer_bytes(request, self.block_mask + 1)
     }
 
-    /// Passes a write to the range lock, because it must not run at the same time as another write to the
-    /// same block.
-    fn order(
-        &mut self,
-        request: Request,
-        operation: Operation,
-        range: Range<u64>,
-        data: Data,
-        shared: &mut EngineShared,
-    ) {
-        self.busy += 1;
-        let block = self.block_mask + 1;
-        shared.unaligned.push(OrderedWrite {
-            request: self.in_flight(&request),
-            queue: self.queue,
-            operation,
-            flags: plan::bio_flags(&request, operation),
-            range,
-            block,
-            data: data.into_buffer(),
-            buffered: plan::buffer_bytes(&request, block),
-        });
-    }
-
+    /// Submits the operation, or passes it to the range lock: a write to a part of a block must not run at the same
+    /// time as another write to the block.
     fn submit(
         &mut self,
         request: Request,
@@ -377,12 +342,17 @@ impl Requests {
         shared: &mut EngineShared,
         cx: &mut SourceContext<'_>,
     ) {
-        if operation.is_write() && shared.unaligned.must_order() {
-            return self.order(request, operation, range, data, shared);
-        }
-        let bio = plan::bio(operation, plan::bio_flags(&request, operation), &range, data);
         self.busy += 1;
-        shared.submit(self.in_flight(&request), self.queue, bio, cx);
+        let (in_flight, queue) = (self.in_flight(&request), self.queue);
+        let flags = plan::bio_flags(&request, operation);
+        if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.must_order() {
+            return shared.submit(in_flight, queue, plan::bio(operation, flags, &range, data), cx);
+        }
+        let block = self.block_mask + 1;
+        let buffered = plan::buffer_bytes(&request, block);
+        let write =
+            OrderedWrite { request: in_flight, queue, operation, flags, range, block, data, buffered };
+        shared.unaligned.push(write);
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {
@@ -412,7 +382,7 @@ impl Requests {
                 let from = (request.to.offset & self.block_mask) as usize;
                 let part = from..from + request.length as usize;
                 let write = |output: &mut _| self.style.data(request.to, request.length as u32, output);
-                return replies.reply_with(buffer, part, write);
+                return replies.append_data(buffer, part, true, write);
             }
             self.free(buffer.len(), shared);
             shared.buffers.put(buffer);
@@ -449,10 +419,7 @@ impl Requests {
                 let content = 0..request.length as usize;
                 let done = result == Some(Ok(()));
                 let write = |output: &mut _| style.part(request.to, part.offset, length, done, output);
-                if done {
-                    return replies.reply_with(buffer, content, write);
-                }
-                replies.part_with(buffer, content, write);
+                replies.append_data(buffer, content, done, write);
             }
             (Some(buffer), Err(_)) => {
                 self.free(buffer.len(), shared);

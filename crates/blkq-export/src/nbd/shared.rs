@@ -17,7 +17,6 @@ use super::contexts::ContextStatus;
 use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
 use super::queries::{Queries, Query};
-use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Unaligned};
 
@@ -58,8 +57,6 @@ pub(super) struct EngineShared {
     pub queries: Queries,
     /// Bios that a queue did not accept because it was full, each with the index of its queue.
     requeued: VecDeque<(usize, Bio)>,
-    /// Receive back-offs in this turn, which the registry has not counted yet.
-    pub receive_backoffs: u64,
     /// Client number of each connection by its slot, for traces.
     clients: Vec<u32>,
     /// No deadline of a connection is before this time. It may be earlier than the earliest deadline.
@@ -81,7 +78,6 @@ impl EngineShared {
             queries: Queries::default(),
             options,
             requeued: VecDeque::new(),
-            receive_backoffs: 0,
             clients: Vec::new(),
             deadline_ns: u64::MAX,
             stopping: false,
@@ -146,8 +142,7 @@ impl EngineShared {
     }
 
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        self.name_client(queue, &bio, cx);
-        if let Err(bio) = cx.submit(queue, bio) {
+        if let Err(bio) = self.try_submit(queue, bio, cx) {
             self.requeued.push_back((queue, bio));
         }
     }
@@ -159,14 +154,14 @@ impl EngineShared {
         self.clients[slot] = number as u32;
     }
 
-    /// Sets the client that the tracer records for `bio`. Call this directly before the submission.
     #[inline]
-    fn name_client(&self, queue: usize, bio: &Bio, cx: &mut SourceContext<'_>) {
+    fn try_submit(&self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) -> Result<(), Bio> {
         cx.set_trace_client(queue, || {
             let request = self.request_of(bio.user_data);
             let number = request.and_then(|request| self.clients.get(request.connection as usize));
             number.map_or(TraceClient::NONE, |number| TraceClient::new(client_kind::NBD, *number))
         });
+        cx.submit(queue, bio)
     }
 
     /// Submits requeued bios again. Returns whether there were some and all were accepted now.
@@ -175,8 +170,7 @@ impl EngineShared {
             return false;
         }
         while let Some((queue, bio)) = self.requeued.pop_front() {
-            self.name_client(queue, &bio, cx);
-            if let Err(bio) = cx.submit(queue, bio) {
+            if let Err(bio) = self.try_submit(queue, bio, cx) {
                 self.requeued.push_front((queue, bio));
                 return false;
             }
@@ -208,9 +202,9 @@ impl EngineShared {
     }
 
     fn submit_ready(&mut self, cx: &mut SourceContext<'_>) {
-        let mut bios = std::mem::take(&mut self.unaligned.bios);
-        bios.drain(..).for_each(|(queue, bio)| self.submit_bio(queue, bio, cx));
-        self.unaligned.bios = bios;
+        while let Some((queue, bio)) = self.unaligned.bios.pop_front() {
+            self.submit_bio(queue, bio, cx);
+        }
     }
 
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
@@ -238,9 +232,5 @@ impl EngineShared {
         // A panic of the driver in the query fails the request, as an error of the driver does.
         let query = AssertUnwindSafe(move || contexts.query(&disk, &range, extents_max).ok());
         cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
-    }
-
-    pub fn finish_turn(&mut self, registry: &Registry) {
-        registry.count_backoffs(std::mem::take(&mut self.receive_backoffs));
     }
 }

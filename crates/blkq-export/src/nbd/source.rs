@@ -15,11 +15,12 @@ use io_uring::{opcode, types};
 use super::connection::Connection;
 use super::contexts::offered_bitmaps;
 use super::handshake::Export;
+use super::in_flight::InFlight;
 use super::options::NbdOptions;
 use super::proto::TransmissionFlags;
 use super::rejections::Reason;
 use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
-use super::status::Registry;
+use super::status::{ConnectionStatus, Registry};
 use super::stream::{ConnectionBuffers, block_sigpipe};
 use super::unaligned::RangesChanged;
 use crate::peer::peer_name;
@@ -182,7 +183,7 @@ impl NbdSource {
             self.connections.len() - 1
         });
         let tls = self.shared.options.tls_policy();
-        self.shared.set_client(slot, status.id_and_peer().0);
+        self.shared.set_client(slot, status.id);
         let connection =
             Connection::new(slot as u32, socket, status, exports, tls, since_ns..until_ns, buffers);
         self.connections[slot] = Some(Box::new(connection));
@@ -243,6 +244,12 @@ impl NbdSource {
         }
     }
 
+    /// The request and the connection to which a bio belongs.
+    fn owner_of(&self, user_data: u64) -> Option<(&InFlight, &Connection)> {
+        let request = self.shared.request_of(user_data)?;
+        Some((request, self.connections.get(request.connection as usize)?.as_ref()?))
+    }
+
     /// Gives a connection its turn. If it has more to do, it goes to the end of the ready list, so that each
     /// connection gets its share.
     fn run_connection(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
@@ -259,9 +266,9 @@ impl NbdSource {
         if let Some(mut connection) = self.connections[slot as usize].take() {
             connection.release(&mut self.shared);
             if let Some(reason) = connection.take_rejection() {
-                self.registry.report(reason, || connection.status().id_and_peer().1.to_owned());
+                self.registry.report(reason, || connection.status.peer.clone());
             }
-            self.registry.unregister(connection.status());
+            self.registry.unregister(&connection.status);
             self.loads[self.engine].fetch_sub(1, Relaxed);
         }
     }
@@ -353,7 +360,6 @@ unsafe impl Source for NbdSource {
                 self.make_ready(slot);
             }
         }
-        self.shared.finish_turn(&self.registry);
         self.shared.buffers.trim_if_idle(cx);
         if !self.accept_armed && !self.stopping {
             self.accept_next(cx);
@@ -366,17 +372,13 @@ unsafe impl Source for NbdSource {
     }
 
     fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
-        let Some(request) = self.shared.request_of(user_data) else { return Ok(()) };
-        let connection = self.connections.get(request.connection as usize).and_then(Option::as_ref);
-        let Some(connection) = connection else { return Ok(()) };
-        let (id, peer) = connection.status().id_and_peer();
+        let Some((request, connection)) = self.owner_of(user_data) else { return Ok(()) };
+        let ConnectionStatus { id, peer, .. } = &*connection.status;
         write!(text, "nbd client {id} ({peer}), cookie {:#x}", request.to.cookie)
     }
 
     fn is_abandoned(&self, user_data: u64) -> bool {
-        let connection = self.shared.request_of(user_data).map(|request| request.connection as usize);
-        let connection = connection.and_then(|slot| self.connections.get(slot)?.as_ref());
-        connection.is_some_and(|connection| connection.is_closing())
+        self.owner_of(user_data).is_some_and(|(_, connection)| connection.is_closing())
     }
 
     // `force` makes no difference here: `Registry::close_if_empty` lets a server stop without force only when

@@ -77,8 +77,8 @@ counters! {
 /// The state of one connection, which other threads read. Relaxed accesses to the counters suffice, as each is
 /// read on its own.
 pub(super) struct ConnectionStatus {
-    id: u64,
-    peer: String,
+    pub id: u64,
+    pub peer: String,
     export: OnceLock<String>,
     /// The registry's counter of that name.
     established: Arc<AtomicUsize>,
@@ -113,10 +113,6 @@ impl ConnectionStatus {
         self.timeouts.fetch_add(1, Relaxed);
     }
 
-    pub fn id_and_peer(&self) -> (u64, &str) {
-        (self.id, &self.peer)
-    }
-
     /// Records the export that the client chose. Only the first call has an effect.
     pub fn establish(&self, export: String) {
         if self.export.set(export).is_ok() {
@@ -147,8 +143,6 @@ pub(super) struct Registry {
     /// The number of open connections whose clients have chosen an export. Relaxed accesses suffice: it decides
     /// only when the next client is accepted.
     established: Arc<AtomicUsize>,
-    /// A statistic: relaxed accesses suffice.
-    receive_backoffs: AtomicU64,
     rejections: Reports<Rejection, Reason>,
     /// An eventfd that is written when the last client disconnects, once one has chosen an export.
     idle_event: Option<Arc<OwnedFd>>,
@@ -168,7 +162,6 @@ impl Registry {
         Registry {
             connections: Mutex::default(),
             established: Arc::default(),
-            receive_backoffs: AtomicU64::new(0),
             rejections: Reports::new(rejection_event),
             idle_event,
         }
@@ -279,12 +272,6 @@ impl Registry {
         lock(&self.connections).admitted
     }
 
-    pub fn count_backoffs(&self, count: u64) {
-        if count > 0 {
-            self.receive_backoffs.fetch_add(count, Relaxed);
-        }
-    }
-
     /// The number of clients that have not chosen an export yet.
     pub fn handshaking(&self) -> usize {
         self.open().saturating_sub(self.established.load(Relaxed))
@@ -295,8 +282,6 @@ impl Registry {
         let connections = lock(&self.connections);
         let mut sum = connections.sum;
         connections.open.iter().for_each(|status| sum += status.counters());
-        drop(connections);
-        sum.receive_backoffs = self.receive_backoffs.load(Relaxed);
         sum
     }
 

@@ -13,7 +13,7 @@ use crate::peer::is_unix;
 use super::handshake::INPUT_BYTES;
 use super::outgoing::Outgoing;
 use super::shared::{RECEIVED, SENT, token};
-use super::tls::{Tls, TlsEnd, TlsOptions};
+use super::tls::{StreamEnd, Tls, TlsOptions};
 
 /// Size of the input buffer in bytes: room for thirty writes of 4 KiB, or for any option of the handshake.
 const INPUT_BUFFER_BYTES: usize = 128 << 10;
@@ -46,16 +46,6 @@ impl ConnectionBuffers {
         };
         Some(ConnectionBuffers { input, tls })
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Received {
-    /// This number of payload bytes was received, and possibly input after the payload.
-    Payload(usize),
-    /// Nothing was received for the parser: receive again, or decrypt.
-    Nothing,
-    Closed,
-    Failed,
 }
 
 /// The stream must not move while an operation is in flight.
@@ -92,8 +82,8 @@ impl Stream {
             input: buffers.input,
             start: 0,
             end: 0,
-            gathering: Outgoing::new(),
-            sending: Outgoing::new(),
+            gathering: Outgoing::default(),
+            sending: Outgoing::default(),
             tls: None,
             tls_offered: buffers.tls,
             plaintext_pending: false,
@@ -178,7 +168,7 @@ impl Stream {
     }
 
     /// Decrypts into `payload`, else into the input buffer. Returns 0 bytes if more must be received first.
-    pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, TlsEnd> {
+    pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, StreamEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
         if self.receive_armed || self.plaintext_pending || tls.wants_handshake() {
             return Ok(0);
@@ -313,25 +303,26 @@ impl Stream {
         unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
     }
 
-    /// `result` is bytes or a negative errno. `payload` is the number of payload bytes that were expected.
-    pub fn received(&mut self, result: i32, payload: usize) -> Received {
+    /// `result` is bytes or a negative errno. `payload` is the number of payload bytes that were expected. Returns how
+    /// many of them were received. Input may follow them, and with TLS there may be records to decrypt.
+    pub fn received(&mut self, result: i32, payload: usize) -> Result<usize, StreamEnd> {
         self.receive_armed = false;
         match -result {
-            libc::EINTR | libc::EAGAIN => return Received::Nothing,
-            0 => return Received::Closed,
-            1.. => return Received::Failed,
+            libc::EINTR | libc::EAGAIN => return Ok(0),
+            0 => return Err(StreamEnd::Closed),
+            1.. => return Err(StreamEnd::Broken),
             _ => {}
         }
         let bytes = result as usize;
         if let Some(tls) = &mut self.tls {
             self.drained = tls.received(bytes);
-            return Received::Nothing;
+            return Ok(0);
         }
         let room = payload + self.input.len() - self.end;
         self.drained = bytes < room;
         let of_payload = bytes.min(payload);
         self.end += bytes - of_payload;
-        Received::Payload(of_payload)
+        Ok(of_payload)
     }
 
     pub fn release(&mut self, pool: &mut BufferPool) {

@@ -32,10 +32,10 @@ pub struct TlsOptions {
 
 /// The reason why no further data can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum TlsEnd {
-    /// The client sent close_notify, the orderly end of TLS.
+pub enum StreamEnd {
+    /// The client closed the connection, or sent close_notify, the orderly end of TLS.
     Closed,
-    /// The client broke the TLS protocol, or TLS failed.
+    /// The socket or TLS failed, or the client broke the TLS protocol.
     Broken,
 }
 
@@ -50,7 +50,6 @@ pub struct Tls {
     /// Encrypted bytes; the first `sent` of them have been sent.
     outgoing: Vec<u8>,
     sent: usize,
-    closed: bool,
     broken: bool,
     failure: Option<rustls::Error>,
 }
@@ -70,7 +69,6 @@ impl Tls {
             steps: 0,
             outgoing,
             sent: 0,
-            closed: false,
             broken: false,
             failure: None,
         })
@@ -91,13 +89,13 @@ impl Tls {
     }
 
     /// Decrypts into `plain`, which must not be empty. Returns 0 bytes if more must be received first.
-    pub fn read(&mut self, plain: &mut [u8]) -> Result<usize, TlsEnd> {
+    pub fn read(&mut self, plain: &mut [u8]) -> Result<usize, StreamEnd> {
         loop {
             match self.connection.reader().read(plain) {
-                Ok(0) => return Err(TlsEnd::Closed),
+                Ok(0) => return Err(StreamEnd::Closed),
                 Ok(bytes) => return Ok(bytes),
                 Err(e) if e.kind() == IoErrorKind::WouldBlock => {}
-                Err(_) => return Err(TlsEnd::Broken),
+                Err(_) => return Err(StreamEnd::Broken),
             }
             if !self.process()? {
                 return Ok(0);
@@ -110,10 +108,10 @@ impl Tls {
         std::mem::take(&mut self.steps)
     }
 
-    fn process(&mut self) -> Result<bool, TlsEnd> {
+    fn process(&mut self) -> Result<bool, StreamEnd> {
         let mut rest = &self.incoming[self.start..self.end];
         if rest.is_empty() || self.broken {
-            return if self.broken { Err(TlsEnd::Broken) } else { Ok(false) };
+            return if self.broken { Err(StreamEnd::Broken) } else { Ok(false) };
         }
         self.steps += 1;
         let before = rest.len();
@@ -126,7 +124,7 @@ impl Tls {
         {
             (self.broken, self.failure) = (true, Some(error));
         }
-        if self.broken { Err(TlsEnd::Broken) } else { Ok(true) }
+        if self.broken { Err(StreamEnd::Broken) } else { Ok(true) }
     }
 
     /// Whether records wait for [`Tls::shake_hands`] on a worker: a signature takes too long for the engine.
@@ -159,23 +157,23 @@ impl Tls {
     }
 
     /// Encrypts about [`OUTGOING_BYTES`] of `plain`. All earlier encrypted bytes must have been sent.
-    pub fn encrypt(&mut self, plain: &mut Outgoing) -> Result<(), TlsEnd> {
+    pub fn encrypt(&mut self, plain: &mut Outgoing) -> Result<(), StreamEnd> {
         self.flush()?;
         while self.outgoing.len() < OUTGOING_BYTES {
             let piece = plain.next(RECORD_BYTES);
             if piece.is_empty() {
                 break;
             }
-            let taken = self.connection.writer().write(piece).map_err(|_| TlsEnd::Broken)?;
+            let taken = self.connection.writer().write(piece).map_err(|_| StreamEnd::Broken)?;
             plain.advance(taken);
             self.flush()?;
         }
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), TlsEnd> {
+    fn flush(&mut self) -> Result<(), StreamEnd> {
         while self.connection.wants_write() {
-            self.connection.write_tls(&mut self.outgoing).map_err(|_| TlsEnd::Broken)?;
+            self.connection.write_tls(&mut self.outgoing).map_err(|_| StreamEnd::Broken)?;
         }
         Ok(())
     }
@@ -211,10 +209,8 @@ impl Tls {
         text.to_owned()
     }
 
-    /// Queues close_notify; only the first call does.
+    /// Queues close_notify, which rustls does only once.
     pub fn close(&mut self) {
-        if !std::mem::replace(&mut self.closed, true) {
-            self.connection.send_close_notify();
-        }
+        self.connection.send_close_notify();
     }
 }

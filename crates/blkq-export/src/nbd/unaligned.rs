@@ -41,7 +41,7 @@ pub(super) struct OrderedWrite {
     /// Logical block size in bytes.
     pub block: u64,
     /// The data of a write. It covers the blocks around the range, with the payload at its position in them.
-    pub data: Option<IoBuffer>,
+    pub data: Data,
     /// Bytes of buffers that the connection has reserved for the request.
     pub buffered: usize,
 }
@@ -99,16 +99,15 @@ pub(super) struct Unaligned {
     arrived: VecDeque<u32>,
     /// Tickets that are released when the table of the lock is free.
     released: Vec<u64>,
-    /// Writes that can begin with and without an entry in the lock. Kept for their capacity.
-    granted: Vec<u32>,
-    immediate: Vec<(u32, u64)>,
+    /// Writes whose ranges are locked and that can begin.
+    granted: VecDeque<u32>,
     notified: bool,
     /// Exclusive ranges are left to check when writes of this engine have completed.
     unchecked: bool,
     /// Another thread had locked the table when this source tried.
     contended: bool,
     /// Bios to submit, each with the index of its queue.
-    pub bios: Vec<(usize, Bio)>,
+    pub bios: VecDeque<(usize, Bio)>,
     /// Completed writes to reply to.
     pub finished: Vec<Finished>,
 }
@@ -166,13 +165,9 @@ impl Unaligned {
         self.writes.get_mut(key.into())
     }
 
-    fn is_quiet(&self) -> bool {
-        self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked
-    }
-
     /// Enters new writes, releases tickets, checks ranges, and begins the writes that were granted.
     pub fn order_writes(&mut self, in_flight: &mut InFlightTable, memory: &mut BufferSource<'_, '_>) {
-        if self.is_quiet() {
+        if self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked {
             return;
         }
         let Some(member) = &mut self.member else { return };
@@ -184,7 +179,7 @@ impl Unaligned {
         self.released.drain(..).for_each(|ticket| session.release(ticket));
         for key in self.arrived.drain(..) {
             let Some(arrived) = self.writes.get_mut(key.into()) else { continue };
-            let write = &arrived.write;
+            let write = &mut arrived.write;
             if !write.is_whole() {
                 arrived.ticket = Some(session.lock(write.blocks().range, key));
                 continue;
@@ -193,7 +188,11 @@ impl Unaligned {
             if arrived.ticket.is_none() {
                 // No overlapping range is locked, so the write runs as a normal one. It is added to the table
                 // of requests in flight here, so that the check below finds it.
-                self.immediate.push((key, in_flight.requests.insert(write.request)));
+                let user_data = in_flight.requests.insert(write.request);
+                let data = std::mem::take(&mut write.data);
+                let bio = Bio { user_data, ..write.bio(&write.range, write.operation, data) };
+                self.bios.push_back((write.queue, bio));
+                self.writes.take(key.into());
             }
         }
         let mut found = false;
@@ -203,23 +202,12 @@ impl Unaligned {
             }
             in_flight.wrote_to(range)
         });
-        session.take_granted(&mut self.granted);
+        self.granted.extend(session.take_granted());
         drop(session);
-        let mut immediate = std::mem::take(&mut self.immediate);
-        for (key, user_data) in immediate.drain(..) {
-            let Some(OrderedInFlight { write, .. }) = self.remove(key) else { continue };
-            let mut bio = write.bio(&write.range, write.operation, Data::None);
-            bio.data = write.data.map_or(Data::None, Data::Buffer);
-            bio.user_data = user_data;
-            self.bios.push((write.queue, bio));
-        }
-        self.immediate = immediate;
-        let mut granted = std::mem::take(&mut self.granted);
-        for key in granted.drain(..) {
+        while let Some(key) = self.granted.pop_front() {
             self.begin(key, memory);
             self.finish(key, memory);
         }
-        self.granted = granted;
     }
 
     fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>) {
@@ -246,7 +234,7 @@ impl Unaligned {
 
     fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation) {
         let Some(ordered) = self.get(key) else { return };
-        let data = ordered.write.data.take().map_or(Data::None, Data::Buffer);
+        let data = std::mem::take(&mut ordered.write.data);
         self.push_bio(key, WRITE, blocks, operation, data);
     }
 
@@ -256,7 +244,7 @@ impl Unaligned {
         let user_data = ORDERED_BIT | kind << KIND_SHIFT | u64::from(key);
         let bio = Bio { user_data, ..ordered.write.bio(&blocks, operation, data) };
         let queue = ordered.write.queue;
-        self.bios.push((queue, bio));
+        self.bios.push_back((queue, bio));
     }
 
     fn note(&mut self, key: u32, result: IoResult) {
@@ -295,7 +283,7 @@ impl Unaligned {
             edge[from..until].fill(0);
             return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into());
         }
-        if let Some(data) = &mut write.data {
+        if let Data::Buffer(data) = &mut write.data {
             let place = (at - blocks.range.start) as usize;
             data[place..place + from].copy_from_slice(&edge[..from]);
             data[place + until..place + block].copy_from_slice(&edge[until..block]);
@@ -312,7 +300,7 @@ impl Unaligned {
             return;
         }
         let Some(OrderedInFlight { write, result, .. }) = self.remove(key) else { return };
-        if let Some(data) = write.data {
+        if let Some(data) = write.data.into_buffer() {
             memory.buffers.put(data);
         }
         self.finished.push(Finished { request: write.request, result, freed: write.buffered });

@@ -12,9 +12,7 @@ fn member(lock: &Arc<RangeLock>) -> (Member, Arc<AtomicUsize>) {
 }
 
 fn granted(session: &mut LockedTable<'_>) -> Vec<u32> {
-    let mut keys = Vec::new();
-    session.take_granted(&mut keys);
-    keys
+    session.take_granted().collect()
 }
 
 #[test]
@@ -224,7 +222,7 @@ fn no_update_of_concurrent_threads_is_lost() {
                         while keys.is_empty() {
                             if let Some(mut session) = member.try_enter() {
                                 session.check(|_| false);
-                                session.take_granted(&mut keys);
+                                keys.extend(session.take_granted());
                             }
                             std::thread::yield_now();
                         }
