@@ -10,7 +10,7 @@ use crate::nbd::pki::Pki;
 use crate::nbd::{self, SlowExtents, option_bytes, options, ram, serve};
 use blkq::testing::wait_until;
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{NbdOptions, Reason, TlsCertificates, TlsOptions};
+use blkq_export::nbd::{NbdOptions, PreparedCertificates, Reason, TlsCertificates, TlsOptions};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
@@ -134,13 +134,14 @@ fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
     let pki = Pki::new();
     let directory = pki.gather("live", &[&SERVER[..], &[AUTHORITY]].concat());
     let certificates = TlsCertificates::load(&directory).unwrap();
-    certificates.reload().unwrap();
+    let reload = || certificates.prepare().map(PreparedCertificates::install);
+    reload().unwrap();
     std::fs::copy(pki.file("client-key.pem"), directory.join("server-key.pem")).unwrap();
-    assert!(certificates.reload().unwrap_err().to_string().contains("server-key.pem"));
+    assert!(reload().unwrap_err().to_string().contains("server-key.pem"));
     std::fs::copy(pki.file("client-cert.pem"), directory.join("server-cert.pem")).unwrap();
-    certificates.reload().unwrap();
+    reload().unwrap();
     std::fs::remove_file(directory.join("ca-cert.pem")).unwrap();
-    let why = certificates.reload().unwrap_err().to_string();
+    let why = reload().unwrap_err().to_string();
     assert!(why.contains("ca-cert.pem: the file was removed"), "{why}");
     assert!(certificates.verifies_clients());
 }
@@ -224,7 +225,7 @@ fn clients_of_an_expired_authority_are_refused() {
         std::fs::write(directory.join("ca-cert.pem"), text).unwrap();
         assert!(refusal(&directory).contains("certificate 1 in the file has expired"));
         let certificates = TlsCertificates::load_valid_authorities(&directory).unwrap();
-        assert!(certificates.verifies_clients() && certificates.reload().is_err());
+        assert!(certificates.verifies_clients() && certificates.prepare().is_err());
         let [warning] = &certificates.warnings()[..] else { panic!("{:?}", certificates.warnings()) };
         assert!(warning.contains("ca-cert.pem: certificate 1 in the file has expired"), "{warning}");
         let tls = Some(TlsOptions { certificates, required: true });

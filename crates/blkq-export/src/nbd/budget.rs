@@ -18,6 +18,7 @@ const OWN_BYTES: usize = 256 << 10;
 ///
 /// Writes that are held after an error keep their memory until the operator resumes them. So that reads of other
 /// connections continue, one connection that uses no memory may exceed the budget by one read.
+#[derive(Default)]
 pub(super) struct Budget {
     left: usize,
     /// The connection that exceeds the budget, and by how many bytes.
@@ -34,13 +35,7 @@ pub(super) struct Budget {
 impl Budget {
     /// A budget of `bytes`, but at least [`REQUEST_MAX_BYTES`], so that any single request fits.
     pub fn new(bytes: usize) -> Budget {
-        Budget {
-            left: bytes.max(REQUEST_MAX_BYTES),
-            excess: None,
-            waiting: VecDeque::new(),
-            changed: false,
-            retrying: VecDeque::new(),
-        }
+        Budget { left: bytes.max(REQUEST_MAX_BYTES), ..Budget::default() }
     }
 
     /// Whether `connection`, which already has `held` bytes, may have `bytes` more, for a read if `is_read`.

@@ -4,8 +4,9 @@ use std::fmt::{self, Display};
 use std::fs::File;
 use std::io::{ErrorKind as IoErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use blkq::sync::{Mutex, lock};
 use blkq::{Error, ErrorKind};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::{self, PemObject};
@@ -33,8 +34,8 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 #[derive(Clone)]
 pub struct TlsCertificates {
     directory: PathBuf,
-    /// Locked for writing only by a reload, on the control plane. Readers clone an `Arc` under the lock.
-    loaded: Arc<RwLock<Loaded>>,
+    /// Locked only to read a field, to clone it, or to exchange the value on the control plane.
+    loaded: Arc<Mutex<Loaded>>,
 }
 
 /// Certificates that were loaded again and are not in use yet: see [`TlsCertificates::prepare`].
@@ -44,14 +45,12 @@ pub struct PreparedCertificates {
 }
 
 impl PreparedCertificates {
-    /// Uses these certificates for all connections that start from now on.
+    /// Uses these certificates for all connections that start from now on, also with clones of the
+    /// [`TlsCertificates`]. Established connections keep the old ones.
     pub fn install(self) {
         let PreparedCertificates { certificates, mut loaded } = self;
         // The old certificates are freed after the lock was released.
-        std::mem::swap(
-            &mut *certificates.loaded.write().unwrap_or_else(PoisonError::into_inner),
-            &mut loaded,
-        );
+        std::mem::swap(&mut *lock(&certificates.loaded), &mut loaded);
     }
 }
 
@@ -99,22 +98,16 @@ impl TlsCertificates {
     fn read(directory: &Path, outdated: Outdated) -> Result<TlsCertificates, Error> {
         let directory = std::path::absolute(directory)
             .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
-        let loaded = Arc::new(RwLock::new(Loaded::read(&directory, outdated)?));
+        let loaded = Arc::new(Mutex::new(Loaded::read(&directory, outdated)?));
         Ok(TlsCertificates { directory, loaded })
     }
 
-    /// Loads the directory again, also for clones. Established connections keep the old certificates.
+    /// Loads the directory again without using it yet, for a caller that has other changes to check first.
+    /// [`PreparedCertificates::install`] then cannot fail.
     ///
     /// # Errors
     /// As [`TlsCertificates::load`], and [`ErrorKind::Invalid`] if `ca-cert.pem` was removed, as clients
-    /// would then need no certificate. After an error the old certificates stay in use.
-    pub fn reload(&self) -> Result<(), Error> {
-        self.prepare().map(PreparedCertificates::install)
-    }
-
-    /// Loads the directory again without using it yet, for a caller that has other changes to check first.
-    /// The errors are those of [`TlsCertificates::reload`]; [`PreparedCertificates::install`] then cannot
-    /// fail.
+    /// would then need no certificate.
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
         let loaded = Loaded::read(&self.directory, Outdated::Reject)?;
         if self.verifies_clients() && !loaded.verifies_clients {
@@ -127,13 +120,13 @@ impl TlsCertificates {
 
     /// Whether clients must have certificates.
     pub fn verifies_clients(&self) -> bool {
-        self.loaded.read().unwrap_or_else(PoisonError::into_inner).verifies_clients
+        lock(&self.loaded).verifies_clients
     }
 
     /// Why clients may refuse the certificate of the server, and the authorities that were left out
     /// ([`TlsCertificates::load_valid_authorities`]), one line each.
     pub fn warnings(&self) -> Vec<String> {
-        self.loaded.read().unwrap_or_else(PoisonError::into_inner).warnings.clone()
+        lock(&self.loaded).warnings.clone()
     }
 
     /// The absolute path of the directory.
@@ -142,7 +135,7 @@ impl TlsCertificates {
     }
 
     pub(super) fn config(&self) -> Arc<ServerConfig> {
-        self.loaded.read().unwrap_or_else(PoisonError::into_inner).config.clone()
+        lock(&self.loaded).config.clone()
     }
 }
 

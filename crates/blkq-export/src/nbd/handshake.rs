@@ -106,7 +106,7 @@ pub struct Handshake {
     state: State,
     tls: TlsPolicy,
     encrypted: bool,
-    client_flags: ClientFlags,
+    client_flags: HandshakeFlags,
     options: u32,
     replies: ReplyStyle,
     /// Index of the export for which the client chose metadata contexts, and these contexts.
@@ -123,15 +123,14 @@ pub struct Handshake {
 impl Handshake {
     /// Begins a handshake, and appends the server's greeting to `output`.
     pub fn new(tls: TlsPolicy, output: &mut Vec<u8>) -> Handshake {
-        let flags = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
-        let greeting =
-            Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags: flags.bits().into() };
+        let flags = U16::new(HandshakeFlags::all().bits() as u16);
+        let greeting = Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags };
         output.extend_from_slice(greeting.as_bytes());
         Handshake {
             state: State::ClientFlags,
             tls,
             encrypted: false,
-            client_flags: ClientFlags::empty(),
+            client_flags: HandshakeFlags::empty(),
             options: 0,
             replies: ReplyStyle::Simple,
             contexts: None,
@@ -174,7 +173,7 @@ impl Handshake {
                     let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
                     rest = after;
                     // The specification demands to close the connection after an unknown flag.
-                    let Some(flags) = ClientFlags::from_bits(bits.get()) else { break Next::Close };
+                    let Some(flags) = HandshakeFlags::from_bits(bits.get()) else { break Next::Close };
                     self.client_flags = flags;
                     self.state = State::Options;
                 }
@@ -198,7 +197,7 @@ impl Handshake {
                         || length > OPTION_SKIP_MAX_BYTES
                         // A client without fixed newstyle may use EXPORT_NAME only.
                         || (option != option::EXPORT_NAME
-                            && !self.client_flags.contains(ClientFlags::FIXED_NEWSTYLE))
+                            && !self.client_flags.contains(HandshakeFlags::FIXED_NEWSTYLE))
                         || (option == option::EXPORT_NAME && length > STRING_MAX_BYTES)
                     {
                         break Next::Close;
@@ -207,7 +206,7 @@ impl Handshake {
                         self.options += 1;
                         rest = after;
                         self.state = State::Skip(length);
-                        Reply { option, output }.error(option_reply::ERR_TOO_BIG, "option too long");
+                        Reply { option, output }.send(option_reply::ERR_TOO_BIG, &[b"option too long"]);
                         continue;
                     }
                     let Some((data, after)) = after.split_at_checked(length) else { break Next::Receive };
@@ -230,50 +229,50 @@ impl Handshake {
     fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
         self.work += 1;
         let mut reply = Reply { option, output };
-        self.negotiate(data, exports, &mut reply).unwrap_or_else(|(kind, text)| {
-            reply.error(kind, &text);
-            Next::Receive
-        })
+        match self.negotiate(data, exports, &mut reply) {
+            Ok(next) => next,
+            // The reply to EXPORT_NAME cannot be an error.
+            Err(_) if option == option::EXPORT_NAME => Next::Close,
+            Err((kind, text)) => {
+                reply.send(kind, &[text.as_bytes()]);
+                Next::Receive
+            }
+        }
     }
 
     /// Carries out the option of `reply`. An error is the reply to the option, and the handshake continues.
     fn negotiate(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Next, Refusal> {
         let option = reply.option;
         if self.shutting_down && option != option::ABORT {
-            // The reply to EXPORT_NAME cannot be an error.
-            let refusal = (option_reply::ERR_SHUTDOWN, "the server is shutting down".into());
-            return if option == option::EXPORT_NAME { Ok(Next::Close) } else { Err(refusal) };
+            return Err((option_reply::ERR_SHUTDOWN, "the server is shutting down".into()));
         }
         if self.tls == TlsPolicy::Required
             && !self.encrypted
             && !matches!(option, option::STARTTLS | option::ABORT)
         {
             self.lacks_tls = true;
-            let refusal = (option_reply::ERR_TLS_REQD, "this server requires TLS; use an nbds:// URI".into());
-            return if option == option::EXPORT_NAME { Ok(Next::Close) } else { Err(refusal) };
+            return Err((option_reply::ERR_TLS_REQD, "this server requires TLS; use an nbds:// URI".into()));
         }
         let mut next = Next::Receive;
         match option {
-            option::EXPORT_NAME => return Ok(self.export_name(data, exports, reply.output)),
+            option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
             option::ABORT => {
                 self.aborted = true;
                 next = Next::Close;
             }
-            option::GO | option::INFO => {
+            option::INFO => {
+                self.info(data, exports, reply)?;
+            }
+            option::GO => {
                 let session = self.info(data, exports, reply)?;
                 let minimum = session.minimum_block_bytes;
-                if option == option::GO
-                    && minimum > BLOCK_MIN_USUAL_BYTES
-                    && self.block_sizes != Some(session.export)
-                {
+                if minimum > BLOCK_MIN_USUAL_BYTES && self.block_sizes != Some(session.export) {
                     let text = format!(
                         "the minimum block size is {minimum} bytes; request NBD_INFO_BLOCK_SIZE first"
                     );
                     return Err((option_reply::ERR_BLOCK_SIZE_REQD, text.into()));
                 }
-                if option == option::GO {
-                    next = Next::Transmission(session);
-                }
+                next = Next::Transmission(session);
             }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 self.meta_context(option == option::SET_META_CONTEXT, data, exports, reply)?;
@@ -321,20 +320,17 @@ impl Handshake {
         Ok(next)
     }
 
-    fn export_name(&self, name: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
-        // With extended headers a client must use GO. The reply to EXPORT_NAME cannot be an error, so close
-        // the connection.
-        let Some(export) = find(exports, name).filter(|_| self.replies != ReplyStyle::Extended) else {
-            return Next::Close;
-        };
+    fn export_name(&self, name: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Result<Next, Refusal> {
+        // With extended headers a client must use GO.
+        let export = find(exports, name).filter(|_| self.replies != ReplyStyle::Extended).ok_or(UNKNOWN)?;
         let session = self.session(export, exports);
         let reply =
             ExportNameReply { size_bytes: session.size_bytes.into(), flags: session.flags.bits().into() };
         output.extend_from_slice(reply.as_bytes());
-        if !self.client_flags.contains(ClientFlags::NO_ZEROES) {
+        if !self.client_flags.contains(HandshakeFlags::NO_ZEROES) {
             output.extend_from_slice(&[0; EXPORT_NAME_ZEROES]);
         }
-        Next::Transmission(session)
+        Ok(Next::Transmission(session))
     }
 
     fn info(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
@@ -423,16 +419,14 @@ impl Handshake {
         let export = &exports[index];
         let mut flags = export.flags | TransmissionFlags::HAS_FLAGS;
         flags.set(TransmissionFlags::SEND_DF, self.replies != ReplyStyle::Simple);
+        let contexts = self.contexts.filter(|(of, _)| *of == index).map(|(_, chosen)| chosen);
         Session {
             export: index,
             size_bytes: export.size_bytes,
             flags,
             minimum_block_bytes: export.minimum_block_bytes,
             replies: self.replies,
-            contexts: self
-                .contexts
-                .filter(|(of, _)| *of == index)
-                .map_or(Contexts::default(), |(_, found)| found),
+            contexts: contexts.unwrap_or_default(),
         }
     }
 }
@@ -488,9 +482,5 @@ impl Reply<'_> {
         for part in parts {
             self.output.extend_from_slice(part);
         }
-    }
-
-    fn error(&mut self, reply: u32, text: &str) {
-        self.send(reply, &[text.as_bytes()]);
     }
 }

@@ -27,25 +27,16 @@ pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 pub const STRING_MAX_BYTES: usize = 4096;
 /// Maximum payload in bytes. The specification lets both sides rely on no more than 32 MiB.
 pub const PAYLOAD_MAX_BYTES: u32 = 32 << 20;
-/// Zero bytes after the reply to `NBD_OPT_EXPORT_NAME`, unless [`ClientFlags::NO_ZEROES`] is negotiated.
+/// Zero bytes after the reply to `NBD_OPT_EXPORT_NAME`, unless [`HandshakeFlags::NO_ZEROES`] is negotiated.
 pub const EXPORT_NAME_ZEROES: usize = 124;
 
 bitflags! {
-    /// Capabilities that the server announces in the handshake.
+    /// Capabilities that the server announces in the handshake, in 16 bits, and those that the client accepts, in 32.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    pub struct HandshakeFlags: u16 {
+    pub struct HandshakeFlags: u32 {
         /// The server replies to each option, and can reject one without closing the connection.
         const FIXED_NEWSTYLE = 1 << 0;
         /// The server can omit the zeroes after the reply to `NBD_OPT_EXPORT_NAME`.
-        const NO_ZEROES = 1 << 1;
-    }
-
-    /// The handshake flags that the client accepts. The bits are those of [`HandshakeFlags`].
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    pub struct ClientFlags: u32 {
-        /// The client understands replies to options.
-        const FIXED_NEWSTYLE = 1 << 0;
-        /// The client asks the server to omit the zeroes after the reply to `NBD_OPT_EXPORT_NAME`.
         const NO_ZEROES = 1 << 1;
     }
 

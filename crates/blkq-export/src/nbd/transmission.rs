@@ -66,11 +66,6 @@ impl Transmission {
         Transmission { session, payload: 0, drop_payload: false, over: false }
     }
 
-    /// The outcome of the handshake.
-    pub fn session(&self) -> &Session {
-        &self.session
-    }
-
     /// The number of payload bytes of the last write that are left in the stream. The caller must take them
     /// from the stream, and call [`Transmission::took_payload`], before it parses the next request.
     pub fn payload_bytes(&self) -> u32 {

@@ -14,20 +14,12 @@ use rustls::{
 use super::x509::CertificateUse;
 
 /// The reason why a certificate that webpki accepts is rejected: its keyUsage does not allow the use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum UsageError {
-    /// The client's own certificate must be allowed to sign the handshake (RFC 8446, 4.4.2.2).
-    Signature,
-    /// The certificate of an intermediate authority must be allowed to sign certificates (RFC 5280, 6.1.4).
-    Issuer,
-}
+#[derive(Debug)]
+pub(super) struct UsageError(&'static str);
 
 impl fmt::Display for UsageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            UsageError::Signature => "the keyUsage of the client's certificate lacks digitalSignature",
-            UsageError::Issuer => "the keyUsage of an intermediate certificate lacks keyCertSign",
-        })
+        f.write_str(self.0)
     }
 }
 
@@ -45,30 +37,24 @@ fn check_usage(
     intermediates: &[CertificateDer<'_>],
 ) -> Result<(), CertificateError> {
     let parse = |der: &CertificateDer<'_>| CertificateUse::parse(der).ok_or(CertificateError::BadEncoding);
-    let refuse = |error| Err(CertificateError::Other(OtherError(Arc::new(error))));
+    let refuse = |why| Err(CertificateError::Other(OtherError(Arc::new(UsageError(why)))));
+    // The client's own certificate must be allowed to sign the handshake (RFC 8446, 4.4.2.2).
     if !parse(own)?.may_sign() {
-        return refuse(UsageError::Signature);
+        return refuse("the keyUsage of the client's certificate lacks digitalSignature");
     }
     for intermediate in intermediates {
         let usage = parse(intermediate)?;
-        // A certificate that is not an authority cannot be part of the chain, so its keyUsage does not
-        // matter.
+        // An intermediate authority must be allowed to sign certificates (RFC 5280, 6.1.4). A certificate that
+        // is not an authority cannot be part of the chain, so its keyUsage does not matter.
         if usage.is_authority && !usage.may_sign_certificates() {
-            return refuse(UsageError::Issuer);
+            return refuse("the keyUsage of an intermediate certificate lacks keyCertSign");
         }
     }
     Ok(())
 }
 
+// By default, a verifier requires a certificate.
 impl ClientCertVerifier for UsageVerifier {
-    fn offer_client_auth(&self) -> bool {
-        self.inner.offer_client_auth()
-    }
-
-    fn client_auth_mandatory(&self) -> bool {
-        self.inner.client_auth_mandatory()
-    }
-
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.inner.root_hint_subjects()
     }
