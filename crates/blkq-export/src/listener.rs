@@ -57,19 +57,26 @@ pub struct Listener {
     pub(crate) listen_address: ListenAddress,
 }
 
-/// The address of a server. When it is dropped, it removes the socket file of a unix socket that the server
-/// created.
-pub(crate) enum ListenAddress {
-    /// The path, and the device and inode number of the socket file.
-    Unix(PathBuf, (u64, u64)),
-    Tcp(SocketAddr),
-    Inherited {
-        connected: bool,
-        /// The address of a TCP socket; `None` for a unix socket.
-        address: Option<SocketAddr>,
-        /// The name of a listening unix socket, if every user of this machine can connect to it.
-        open: Option<String>,
-    },
+/// The address of a server.
+#[derive(Default)]
+pub(crate) struct ListenAddress {
+    /// The file of a unix socket that the server created.
+    pub file: Option<SocketFile>,
+    /// The address of a TCP socket.
+    pub tcp: Option<SocketAddr>,
+    /// Another process opened the socket.
+    pub is_inherited: bool,
+    /// The socket is connected to the only client.
+    pub is_connected: bool,
+    /// The name of the unix socket, if every user of this machine can connect to it.
+    pub open_to_all: Option<String>,
+}
+
+/// A socket file, which is removed when this is dropped.
+pub(crate) struct SocketFile {
+    pub path: PathBuf,
+    /// The device and inode number of the file.
+    made: (u64, u64),
 }
 
 impl Listen {
@@ -84,7 +91,7 @@ impl Listen {
     /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
     pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
         let listener = self.open(access, Duration::ZERO)?;
-        if listener.listen_address.is_connected() {
+        if listener.listen_address.is_connected {
             let message = "the inherited socket is connected; pass a listening socket";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
@@ -146,8 +153,10 @@ fn listen_unix(path: PathBuf, access: SocketAccess, until: Instant) -> Result<Li
     // socket of a killed server.
     rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
-    let listen_address = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
-    grant(&path, (made.dev(), made.ino()), access)?;
+    let file = SocketFile { path: path.clone(), made: (made.dev(), made.ino()) };
+    grant(&file, access)?;
+    let open_to_all = is_open_to_all(&path).then(|| path.display().to_string());
+    let listen_address = ListenAddress { file: Some(file), open_to_all, ..ListenAddress::default() };
     Ok(Listener { socket, listen_address })
 }
 
@@ -189,19 +198,16 @@ fn listener_is_running(client: &OwnedFd) -> bool {
 }
 
 fn hangs_up(client: &OwnedFd, until: Instant) -> bool {
-    loop {
+    let poll = || {
         let left = until.saturating_duration_since(Instant::now());
         let time = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-        let mut fds = [PollFd::new(client, PollFlags::empty())];
-        match rustix::event::poll(&mut fds, Some(&time)) {
-            Err(Errno::INTR) if !left.is_zero() => {}
-            polled => return polled == Ok(1),
-        }
-    }
+        rustix::event::poll(&mut [PollFd::new(client, PollFlags::empty())], Some(&time))
+    };
+    retry(until, Duration::ZERO, poll, |e| *e == Errno::INTR) == Ok(1)
 }
 
 /// Sets the group before the mode: the socket is never more accessible than `access` allows.
-fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Error> {
+fn grant(SocketFile { path, made }: &SocketFile, access: SocketAccess) -> Result<(), Error> {
     if access == SocketAccess::default() {
         return Ok(());
     }
@@ -212,7 +218,7 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
     let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
         .map_err(what("open the new socket".to_owned()))?;
     let found = rustix::fs::fstat(&socket).map_err(what("inspect the socket".to_owned()))?;
-    if (found.st_dev, found.st_ino) != made {
+    if (found.st_dev, found.st_ino) != *made {
         return Err(Error::new(ErrorKind::Busy, format!("{}: the socket was replaced", path.display())));
     }
     if let Some(group) = access.group {
@@ -241,46 +247,43 @@ fn listen_tcp(host: &str, port: u16) -> Result<Listener, Error> {
     };
     let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
-    Ok(Listener { socket: socket.into(), listen_address: ListenAddress::Tcp(address) })
+    let listen_address = ListenAddress { tcp: Some(address), ..ListenAddress::default() };
+    Ok(Listener { socket: socket.into(), listen_address })
 }
 
 fn inherit(socket: OwnedFd) -> Result<Listener, Error> {
-    let what = || format!("file descriptor {} is not a stream socket", socket.as_raw_fd());
-    let kind = sockopt::socket_type(&socket).map_err(|e| Error::system(what(), e))?;
-    if kind != SocketType::STREAM {
-        return Err(Error::new(ErrorKind::Invalid, what()));
+    let name = format!("file descriptor {}", socket.as_raw_fd());
+    let invalid = |why: &str| Error::new(ErrorKind::Invalid, format!("{name} {why}"));
+    let system = |e: Errno| Error::system(format!("{name} is not a stream socket"), e);
+    if sockopt::socket_type(&socket).map_err(system)? != SocketType::STREAM {
+        return Err(invalid("is not a stream socket"));
     }
     // io_uring waits for the next client by itself. With O_NONBLOCK it would complete with EAGAIN instead.
-    let flags = rustix::fs::fcntl_getfl(&socket).map_err(|e| Error::system(what(), e))?;
-    rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
-    let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
-    let mut open = None;
+    let flags = rustix::fs::fcntl_getfl(&socket).map_err(system)?;
+    rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(system)?;
+    let own = rustix::net::getsockname(&socket).map_err(system)?;
+    let mut listen_address = ListenAddress { is_inherited: true, ..ListenAddress::default() };
     // For other families it is not known who can connect. With AF_VSOCK, for example, virtual machines can.
-    let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
+    match sockopt::socket_domain(&socket).map_err(system)? {
         AddressFamily::UNIX => {
-            open = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));
-            None
+            listen_address.open_to_all = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));
         }
         AddressFamily::INET | AddressFamily::INET6 => {
-            Some(SocketAddr::try_from(own).map_err(|e| Error::system(what(), e))?)
+            listen_address.tcp = Some(SocketAddr::try_from(own).map_err(system)?);
         }
         family => {
-            let (number, family) = (socket.as_raw_fd(), family.as_raw());
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "file descriptor {number} is a socket of address family {family}; pass a unix or TCP socket"
-                ),
-            ));
+            let family = family.as_raw();
+            return Err(invalid(&format!(
+                "is a socket of address family {family}; pass a unix or TCP socket"
+            )));
         }
-    };
-    let connected = !sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))?;
-    if connected {
+    }
+    if !sockopt::socket_acceptconn(&socket).map_err(system)? {
         rustix::net::getpeername(&socket)
             .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-        open = None;
+        (listen_address.is_connected, listen_address.open_to_all) = (true, None);
     }
-    Ok(Listener { socket, listen_address: ListenAddress::Inherited { connected, address, open } })
+    Ok(Listener { socket, listen_address })
 }
 
 /// Returns the name of the unix socket if every user of this machine can connect to it: an abstract socket,
@@ -300,20 +303,17 @@ fn is_open_to_all(path: &Path) -> bool {
 impl Listener {
     /// The TCP address on which the server listens, if any, also on an inherited socket.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
-        self.listen_address.address()
+        self.listen_address.tcp
     }
 
     /// The name of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
-        self.listen_address.open_to_all_users()
+        self.listen_address.open_to_all.clone()
     }
 
     /// The path of the unix socket on which the server listens, if any.
     pub fn unix_path(&self) -> Option<&Path> {
-        match &self.listen_address {
-            ListenAddress::Unix(path, _) => Some(path),
-            _ => None,
-        }
+        self.listen_address.file.as_ref().map(|file| &*file.path)
     }
 }
 
@@ -324,46 +324,23 @@ impl AsFd for Listener {
 }
 
 impl ListenAddress {
-    /// The name of the unix socket, if every user of this machine can connect to it.
-    pub fn open_to_all_users(&self) -> Option<String> {
-        match self {
-            ListenAddress::Inherited { open, .. } => open.clone(),
-            ListenAddress::Unix(path, _) => is_open_to_all(path).then(|| path.display().to_string()),
-            ListenAddress::Tcp(_) => None,
-        }
-    }
-
     /// The TCP address, if other machines can connect to it.
     pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
-        self.address().filter(|address| !is_loopback(address))
+        self.tcp.filter(|address| !is_loopback(address))
     }
 
     /// The TCP address, if it is a loopback address that every user of this machine can connect to.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
         // A socket that is already connected accepts no other client.
-        self.address().filter(|address| is_loopback(address) && !self.is_connected())
-    }
-
-    /// Whether the socket is connected to the only client.
-    pub fn is_connected(&self) -> bool {
-        matches!(self, ListenAddress::Inherited { connected: true, .. })
-    }
-
-    fn address(&self) -> Option<SocketAddr> {
-        match self {
-            ListenAddress::Tcp(address) => Some(*address),
-            ListenAddress::Inherited { address, .. } => *address,
-            ListenAddress::Unix(..) => None,
-        }
+        self.tcp.filter(|address| is_loopback(address) && !self.is_connected)
     }
 }
 
-impl Drop for ListenAddress {
+impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ListenAddress::Unix(path, made) = &*self else { return };
         // Another server may have created a socket at the same path meanwhile.
-        if std::fs::symlink_metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == *made) {
-            let _ = std::fs::remove_file(path);
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.made) {
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The other end of a socket: the process for a unix socket, else an address.
 
-use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -25,20 +24,17 @@ impl Peer {
     pub fn of(socket: impl AsFd) -> Result<Peer, Errno> {
         // rustix is not used here: its `Pid` cannot be 0, but the kernel returns 0 for a process in an
         // invisible PID namespace.
-        let mut peer = MaybeUninit::<libc::ucred>::zeroed();
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
         let socket = socket.as_fd().as_raw_fd();
         // SAFETY: the kernel writes at most `length` bytes to `peer`, and the length to `length`.
         let result = unsafe {
-            let to = peer.as_mut_ptr().cast();
+            let to = (&raw mut peer).cast();
             libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &raw mut length)
         };
         if result != 0 {
             return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
         }
-        // SAFETY: `ucred` is three integers, which are valid for any bytes. Bytes that the kernel did not
-        // write are zero.
-        let peer = unsafe { peer.assume_init() };
         // For a socket without peer credentials, such as a TCP socket, the kernel returns pid 0, gid 0 and
         // uid -1.
         if peer.uid == u32::MAX {

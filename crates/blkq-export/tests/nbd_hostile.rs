@@ -169,7 +169,7 @@ fn connections_beyond_the_limit_are_closed_immediately() {
     let second = served.client(ReplyStyle::Simple);
     let mut third = Client::new(served.raw(), ReplyStyle::Simple);
     third.expect_close();
-    assert_eq!(served.server.refused_connections(), 1);
+    assert_eq!(served.server.counters().refused_connections, 1);
     assert_eq!(served.server.counters().refused_connections, 1);
     assert_eq!(first.read(0, 512), [0; 512]);
     drop(second);
@@ -286,7 +286,7 @@ fn stalled_handshakes_leave_connections_to_other_clients() {
     assert!(served.server.connection_count() <= 3, "{}", served.server.connection_count());
     let timeouts = served.server.counters().timeouts;
     assert!((6..=8).contains(&timeouts), "{timeouts}");
-    assert_eq!(served.server.refused_connections(), 0);
+    assert_eq!(served.server.counters().refused_connections, 0);
     // A client that finishes its handshake makes room immediately, until the limit of connections is reached.
     drop(stalled);
     let others: Vec<_> = (0..7).map(|_| served.client(ReplyStyle::Structured)).collect();

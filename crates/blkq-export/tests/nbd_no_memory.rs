@@ -58,7 +58,9 @@ fn connect_with_limited_memory(options: NbdOptions, needed: i64) {
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
             Ok(_) => assert_eq!(greeting, b""),
         }
-        wait_until("the rejection is counted", || served.server.refused_connections() == left as u64 + 1);
+        wait_until("the rejection is counted", || {
+            served.server.counters().refused_connections == left as u64 + 1
+        });
         assert_eq!(served.server.connection_count(), 1);
         assert_eq!(connected.write(0, &[left as u8 + 1; 4096]), 0);
         assert_eq!(connected.read(0, 4096), [left as u8 + 1; 4096]);

@@ -6,7 +6,6 @@
 //! The handler finds the region in a table without a lock, and its only system call is mmap(2) for a fault in
 //! the table. Any other fault goes to the handler that was installed before.
 
-use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
@@ -104,14 +103,13 @@ static FORMER: OnceLock<libc::sigaction> = OnceLock::new();
 fn install() -> Result<(), Error> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
-        let mut former = MaybeUninit::<libc::sigaction>::uninit();
+        // SAFETY: all zeroes is a valid sigaction: no flags and an empty mask.
+        let mut former: libc::sigaction = unsafe { std::mem::zeroed() };
         // SAFETY: a null pointer as the new action only queries the current one, and `former` has room for
         // it.
-        if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), former.as_mut_ptr()) } != 0 {
-            return Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
-        }
-        // SAFETY: the call above initialized it. FORMER is set before the handler that reads it is installed.
-        let _ = FORMER.set(unsafe { former.assume_init() });
+        checked(unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &raw mut former) })?;
+        // FORMER is set before the handler that reads it is installed.
+        let _ = FORMER.set(former);
         set_handler()
     });
     installed.map_err(|errno| Error::system("cannot handle SIGBUS", std::io::Error::from_raw_os_error(errno)))
@@ -125,7 +123,12 @@ fn set_handler() -> Result<(), i32> {
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
     // SAFETY: the handler does only what is allowed in a signal handler: loads, stores, mmap(2),
     // sigaction(2), and what the former handler does.
-    match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
+    checked(unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) })
+}
+
+/// The errno of a system call that returned `result`, if it failed.
+fn checked(result: libc::c_int) -> Result<(), i32> {
+    match result {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
     }

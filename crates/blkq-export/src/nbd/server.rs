@@ -13,7 +13,7 @@ use super::options::NbdOptions;
 use super::rejections::Rejection;
 use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
-use crate::listener::{Listen, ListenAddress, Listener};
+use crate::listener::{Listen, ListenAddress, Listener, SocketFile};
 
 /// A running server. Stop it before its engines stop. If it is dropped instead, it keeps running until its
 /// engines exit, but its unix socket is removed.
@@ -41,7 +41,7 @@ impl NbdServer {
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
         let Listener { socket, listen_address } = listen.open(options.access, options.address_wait)?;
-        let is_connected = listen_address.is_connected();
+        let is_connected = listen_address.is_connected;
         check_reach(&options, &listen_address)?;
         let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
@@ -95,7 +95,7 @@ impl NbdServer {
 
     /// The path of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
-        lock(&self.listen_address).as_ref()?.open_to_all_users()
+        lock(&self.listen_address).as_ref()?.open_to_all.clone()
     }
 
     /// The number of clients that are connected now.
@@ -106,11 +106,6 @@ impl NbdServer {
     /// The current connections, oldest first.
     pub fn connections(&self) -> Vec<ConnectionInfo> {
         self.registry.list()
-    }
-
-    /// Connections that were rejected: too many, no memory for another one, or the server was stopping.
-    pub fn refused_connections(&self) -> u64 {
-        self.counters().refused_connections
     }
 
     /// Takes the clients that were rejected or disconnected since the last call, with the reasons: at most
@@ -187,16 +182,14 @@ fn check_reach(options: &NbdOptions, listen_address: &ListenAddress) -> Result<(
 fn uri(address: &ListenAddress, tls: bool, export: &str) -> String {
     let scheme = if tls { "nbds" } else { "nbd" };
     let export = escaped(export.as_bytes());
-    match address {
-        ListenAddress::Unix(path, _) => {
+    match (&address.file, address.tcp) {
+        _ if address.is_connected => format!("{scheme} on an inherited connection"),
+        (Some(SocketFile { path, .. }), _) => {
             format!("{scheme}+unix:///{export}?socket={}", escaped(path.as_os_str().as_bytes()))
         }
-        ListenAddress::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
-        ListenAddress::Tcp(address) => format!("{scheme}://{address}/{export}"),
-        ListenAddress::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
-        ListenAddress::Inherited { connected: true, .. } => {
-            format!("{scheme} on an inherited connection")
-        }
+        (None, Some(tcp)) if !address.is_inherited && export.is_empty() => format!("{scheme}://{tcp}"),
+        (None, Some(tcp)) if !address.is_inherited => format!("{scheme}://{tcp}/{export}"),
+        (None, _) => format!("{scheme} on an inherited socket"),
     }
 }
 

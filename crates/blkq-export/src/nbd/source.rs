@@ -198,12 +198,6 @@ impl NbdSource {
         }
     }
 
-    fn timers_ns(&self) -> Option<u64> {
-        let accept_at_ns = (self.accept_at_ns > 0 && !self.stopping).then_some(self.accept_at_ns);
-        let times_ns = [Some(self.shared.deadline_ns()), self.shared.buffers.trim_at_ns(), accept_at_ns];
-        times_ns.into_iter().flatten().min().filter(|at_ns| *at_ns < u64::MAX)
-    }
-
     fn make_all_ready(&mut self) {
         (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
     }
@@ -368,7 +362,12 @@ unsafe impl Source for NbdSource {
 
     fn deadline_ns(&self) -> Option<u64> {
         // The ready list is not empty because the budget of the last turn was spent: run again immediately.
-        if self.ready.is_empty() { self.timers_ns() } else { Some(0) }
+        if !self.ready.is_empty() {
+            return Some(0);
+        }
+        let accept_at_ns = (self.accept_at_ns > 0 && !self.stopping).then_some(self.accept_at_ns);
+        let times_ns = [Some(self.shared.deadline_ns()), self.shared.buffers.trim_at_ns(), accept_at_ns];
+        times_ns.into_iter().flatten().min().filter(|at_ns| *at_ns < u64::MAX)
     }
 
     fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
