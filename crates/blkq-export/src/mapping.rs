@@ -11,7 +11,7 @@ use rustix::fs::{FileType, fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use sigbus::Guard;
+use sigbus::Slot;
 
 /// File systems (numbers of statfs(2)) whose page faults wait for a local disk at most. With a file on FUSE,
 /// for example, a front end that runs the FUSE server could stop an engine for ever.
@@ -31,7 +31,8 @@ pub struct Mapping {
     mapped: usize,
     /// Offset of the region in the mapping, in bytes.
     skip: usize,
-    guard: Guard,
+    /// The entry of the mapping in the table of the signal handler.
+    slot: &'static Slot,
 }
 
 // SAFETY: other processes access the memory as well, so it is accessed through raw pointers and atomics only,
@@ -113,13 +114,8 @@ impl Mapping {
             // SAFETY: this is the mapping that was just made, and the advice does not change its contents.
             let _ = unsafe { madvise(base, mapped, advice) };
         }
-        match Guard::new(address.as_ptr().addr(), mapped, page as usize) {
-            Ok(guard) => Ok(Mapping { base: address, mapped, skip: skip as usize, guard }),
-            Err(error) => {
-                unmap(base);
-                Err(error)
-            }
-        }
+        let slot = Slot::take(address.as_ptr().addr(), mapped, page as usize).inspect_err(|_| unmap(base))?;
+        Ok(Mapping { base: address, mapped, skip: skip as usize, slot })
     }
 
     /// Address of the region's first byte.
@@ -141,7 +137,7 @@ impl Mapping {
     /// Whether the file was truncated, so that private zero pages have replaced the contents.
     #[inline]
     pub fn is_broken(&self) -> bool {
-        self.guard.is_broken()
+        self.slot.is_broken()
     }
 }
 
@@ -155,7 +151,7 @@ fn page_bytes() -> u64 {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        self.guard.release();
+        self.slot.release();
         // SAFETY: `new` mapped exactly this range, and everything that uses an address of it also holds the
         // `Mapping`.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.mapped) };

@@ -16,7 +16,7 @@ const SLOTS: usize = 1024;
 
 /// A sequence lock: `version` is odd while the other fields change. A handler skips such a slot: the faulting
 /// thread holds its own mapping, whose slot does not change meanwhile.
-struct Slot {
+pub struct Slot {
     version: AtomicU64,
     start: AtomicUsize,
     bytes: AtomicUsize,
@@ -60,18 +60,12 @@ impl Slot {
         let stable = before.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == before;
         (stable && address.checked_sub(start).is_some_and(|at| at < bytes)).then_some((start, bytes, page))
     }
-}
 
-pub struct Guard {
-    slot: &'static Slot,
-}
-
-impl Guard {
     /// Adds the range, mapped with pages of `page` bytes, to the table. The first call installs the handler.
     /// Fails with [`ErrorKind::System`] if the table is full, or the error of sigaction(2).
-    pub fn new(start: usize, bytes: usize, page: usize) -> Result<Guard, Error> {
+    pub fn take(start: usize, bytes: usize, page: usize) -> Result<&'static Slot, Error> {
         install()?;
-        // Acquire pairs with the release in `Guard::release`: the former owner has cleared the slot.
+        // Acquire pairs with the release in `Slot::release`: the former owner has cleared the slot.
         let free = |slot: &&Slot| {
             slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         };
@@ -80,20 +74,20 @@ impl Guard {
             return Err(Error::new(ErrorKind::System, message));
         };
         slot.set(start, bytes, page);
-        Ok(Guard { slot })
+        Ok(slot)
     }
 
     #[inline]
     pub fn is_broken(&self) -> bool {
         // Relaxed: the handler runs on the thread that faults, so that thread sees the flag. Others see it in
         // a later turn.
-        self.slot.broken.load(Ordering::Relaxed)
+        self.broken.load(Ordering::Relaxed)
     }
 
     /// Removes the range from the table. The owner must call this exactly once, before it unmaps the range.
     pub fn release(&self) {
-        self.slot.set(0, 0, 0);
-        self.slot.taken.store(false, Ordering::Release);
+        self.set(0, 0, 0);
+        self.taken.store(false, Ordering::Release);
     }
 }
 
