@@ -189,7 +189,7 @@ fn list_returns_the_name_of_every_export() {
 #[test]
 fn abort_is_acknowledged_and_nothing_is_read_after_it() {
     let mut client = Client::new(3);
-    let expected = (reply_bytes(2, option_reply::ACK, &[]), Next::Close);
+    let expected = (reply_bytes(2, option_reply::ACK, &[]), Next::Abort);
     assert_eq!(client.option(option::ABORT, b"ignored"), expected);
     assert_eq!(client.option(option::LIST, &[]), (vec![], Next::Close));
 }
@@ -403,7 +403,7 @@ fn required_tls_must_start_before_any_other_option() {
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));
     let mut client = Client::with_tls(3, TlsPolicy::Required);
-    assert_eq!(client.option(option::ABORT, &[]).1, Next::Close);
+    assert_eq!(client.option(option::ABORT, &[]).1, Next::Abort);
 }
 
 /// A man in the middle can insert options before TLS starts (CVE-2021-3716), or after STARTTLS.
@@ -465,7 +465,7 @@ fn a_stopping_server_answers_options_with_shutdown() {
         client.refused(option, &[], option_reply::ERR_SHUTDOWN);
     }
     let (output, next) = client.option(option::ABORT, &[]);
-    assert_eq!((output, next), (reply_bytes(option::ABORT, option_reply::ACK, &[]), Next::Close));
+    assert_eq!((output, next), (reply_bytes(option::ABORT, option_reply::ACK, &[]), Next::Abort));
     let mut client = Client::new(3);
     client.handshake.shut_down();
     assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));

@@ -144,7 +144,8 @@ fn a_rejected_request_keeps_the_connection_open() {
     assert_eq!(client.call(99, 0, 0, 512, &[]).0, 22);
     assert_eq!(client.read(0, 512), [0; 512]);
     let info = &served.server.connections()[0];
-    assert_eq!((info.requests, info.errors, info.read_bytes, info.written_bytes), (6, 5, 512, 0));
+    let own = &info.counters;
+    assert_eq!((own.requests, own.errors, own.read_bytes, own.written_bytes), (6, 5, 512, 0));
     let counters = served.server.counters();
     assert_eq!((counters.requests, counters.errors, counters.refused_requests), (6, 5, 5));
     assert_eq!(info.export.as_deref(), Some("disk"));
@@ -589,7 +590,7 @@ fn receive_back_off_is_counted_and_can_be_turned_off() {
         for cookie in 0..30 {
             client.send(0, 0, cookie, 0, 4096, &[]);
             replies += 1;
-            let requests = || served.server.connections().last().unwrap().requests;
+            let requests = || served.server.connections().last().unwrap().counters.requests;
             wait_until("the request has arrived", || requests() == replies);
         }
         let counted = || served.server.counters().receive_backoffs;

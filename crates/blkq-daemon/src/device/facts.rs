@@ -142,10 +142,10 @@ fn client_info(connection: ConnectionInfo) -> ClientInfo {
     ClientInfo {
         peer: connection.peer,
         seconds: connection.age.as_secs(),
-        requests: connection.requests,
-        errors: connection.errors,
-        read_bytes: connection.read_bytes,
-        written_bytes: connection.written_bytes,
+        requests: connection.counters.requests,
+        errors: connection.counters.errors,
+        read_bytes: connection.counters.read_bytes,
+        written_bytes: connection.counters.written_bytes,
         in_flight: connection.in_flight,
     }
 }

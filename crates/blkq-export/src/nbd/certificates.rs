@@ -317,13 +317,12 @@ fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
 /// Reads all PEM sections of the type `T`; `item` is the name of such a section in messages.
 fn read_all<T: PemObject>(path: &Path, item: &str) -> Result<Vec<T>, Error> {
     let text = read_file(path)?;
-    match T::pem_slice_iter(&text).collect::<Result<Vec<T>, _>>() {
-        Ok(items) if items.is_empty() => {
-            Err(invalid(path, &format_args!("the file contains no {item} in PEM format")))
-        }
-        Ok(items) => Ok(items),
-        Err(error) => Err(malformed(path, &error)),
+    let items: Vec<T> =
+        T::pem_slice_iter(&text).collect::<Result<_, _>>().map_err(|e| malformed(path, &e))?;
+    if items.is_empty() {
+        return Err(invalid(path, &format_args!("the file contains no {item} in PEM format")));
     }
+    Ok(items)
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, Error> {

@@ -1,7 +1,6 @@
 //! The connection of one client. [`Stream`] moves the bytes, [`Requests`] carries out the requests.
 
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -17,8 +16,8 @@ use super::rejections::Reason;
 use super::requests::{Parsed, Requests};
 use super::shared::EngineShared;
 use super::status::ConnectionStatus;
-use super::stream::{ConnectionBuffers, Stream};
-use super::tls::{StreamEnd, Tls};
+use super::stream::Stream;
+use super::tls::StreamEnd;
 use super::unaligned::Finished;
 
 #[expect(clippy::large_enum_variant, reason = "a connection is in its handshake only briefly")]
@@ -30,7 +29,7 @@ enum Phase {
 /// Cost of a decryption step, in items of the turn's budget: a client may send records with almost no data.
 const DECRYPT_ITEMS: usize = 4;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Closing {
     No,
     /// No more requests are received. Requests in flight are answered.
@@ -41,7 +40,7 @@ enum Closing {
 
 pub(super) struct Connection {
     slot: u32,
-    stream: Stream,
+    pub stream: Stream,
     pub status: Arc<ConnectionStatus>,
     phase: Phase,
     closing: Closing,
@@ -57,14 +56,12 @@ pub(super) struct Connection {
 impl Connection {
     pub fn new(
         slot: u32,
-        socket: OwnedFd,
+        mut stream: Stream,
         status: Arc<ConnectionStatus>,
         exports: Vec<Export>,
         tls: TlsPolicy,
         handshake_ns: Range<u64>,
-        buffers: ConnectionBuffers,
     ) -> Connection {
-        let mut stream = Stream::new(slot, socket, buffers);
         let handshake = stream.replies().append(|output| Handshake::new(tls, output));
         Connection {
             slot,
@@ -133,7 +130,7 @@ impl Connection {
     pub fn is_over(&self) -> bool {
         self.closing != Closing::No
             && self.is_idle()
-            && !self.is_armed()
+            && !self.stream.is_armed()
             && (self.closing == Closing::Broken || self.stream.is_flushed())
     }
 
@@ -142,10 +139,6 @@ impl Connection {
             Phase::Handshake(..) => !self.stream.handshake_offloaded,
             Phase::Transmission(requests) => requests.is_idle(),
         }
-    }
-
-    pub fn is_armed(&self) -> bool {
-        self.stream.is_armed()
     }
 
     /// Returns the buffers to `shared`. The connection is dropped afterwards.
@@ -166,8 +159,7 @@ impl Connection {
                 // connection.
                 self.handshake_until_ns = self.handshake_until_ns.min(until_ns);
             }
-            Phase::Transmission(_) if self.closing == Closing::No => self.closing = Closing::Drain,
-            Phase::Transmission(_) => {}
+            Phase::Transmission(_) => self.closing = self.closing.max(Closing::Drain),
         }
         if self.closing != Closing::Broken {
             self.stream.shutdown(Shutdown::Read);
@@ -269,7 +261,7 @@ impl Connection {
                     self.end_after_violation(Reason::Handshake);
                     self.break_off();
                 }
-                Next::Close if handshake.is_aborted() => self.closing = Closing::Drain,
+                Next::Abort => self.closing = Closing::Drain,
                 Next::Close => self.end_after_violation(Reason::Handshake),
                 Next::Transmission(session) => {
                     self.stream.forget_tls();
@@ -292,14 +284,13 @@ impl Connection {
         let decrypted = self.stream.decrypt(payload);
         shared.work.spend(DECRYPT_ITEMS * self.stream.take_decrypt_steps());
         match decrypted {
-            Ok(0) => return false,
             Ok(bytes) => {
                 // The bytes belong to the payload if one is expected, else the parser finds them in the
                 // input.
                 if let Phase::Transmission(requests) = &mut self.phase {
                     requests.took_payload(bytes);
                 }
-                return true;
+                return bytes > 0;
             }
             Err(StreamEnd::Closed) => self.closing = Closing::Drain,
             Err(StreamEnd::Broken) => {
@@ -308,10 +299,6 @@ impl Connection {
             }
         }
         false
-    }
-
-    pub fn resume_handshake(&mut self, tls: Box<Tls>) {
-        self.stream.resume_handshake(tls);
     }
 
     pub fn complete(&mut self, request: InFlight, completion: Completion, shared: &mut EngineShared) {
@@ -419,8 +406,7 @@ impl Connection {
                 }
             }
             // The client sends nothing more, but earlier requests are still answered.
-            Err(StreamEnd::Closed) if self.closing == Closing::No => self.closing = Closing::Drain,
-            Err(StreamEnd::Closed) => {}
+            Err(StreamEnd::Closed) => self.closing = self.closing.max(Closing::Drain),
             Err(StreamEnd::Broken) => self.break_off(),
         }
     }

@@ -89,21 +89,24 @@ pub enum Next {
     StartTls,
     /// Enter the transmission phase of this session.
     Transmission(Session),
-    /// Send the output, then close the connection.
+    /// Send the output, then close the connection: the client ended the handshake.
+    Abort,
+    /// Send the output, then close the connection: the client broke the protocol, or asked for what cannot be refused
+    /// in a reply.
     Close,
 }
 
 enum State {
     ClientFlags,
     Options,
-    /// This number of bytes of a rejected option must still be discarded.
-    Skip(usize),
     Over,
 }
 
 /// The server's side of one handshake.
 pub struct Handshake {
     state: State,
+    /// Bytes of a rejected option that must still be discarded.
+    skip: usize,
     tls: TlsPolicy,
     encrypted: bool,
     client_flags: HandshakeFlags,
@@ -113,7 +116,6 @@ pub struct Handshake {
     contexts: Option<(usize, Contexts)>,
     /// Index of the export whose block sizes the client has received.
     block_sizes: Option<usize>,
-    aborted: bool,
     lacks_tls: bool,
     shutting_down: bool,
     /// Options, queries and replies processed since [`Handshake::take_work`].
@@ -128,6 +130,7 @@ impl Handshake {
         output.extend_from_slice(greeting.as_bytes());
         Handshake {
             state: State::ClientFlags,
+            skip: 0,
             tls,
             encrypted: false,
             client_flags: HandshakeFlags::empty(),
@@ -135,7 +138,6 @@ impl Handshake {
             replies: ReplyStyle::Simple,
             contexts: None,
             block_sizes: None,
-            aborted: false,
             lacks_tls: false,
             shutting_down: false,
             work: 0,
@@ -145,11 +147,6 @@ impl Handshake {
     /// From now on, answers each option except ABORT with `NBD_REP_ERR_SHUTDOWN`.
     pub fn shut_down(&mut self) {
         self.shutting_down = true;
-    }
-
-    /// Whether the client ended the handshake with ABORT.
-    pub fn is_aborted(&self) -> bool {
-        self.aborted
     }
 
     /// Whether the client used an option before TLS although TLS is required, and has not started TLS since.
@@ -168,6 +165,11 @@ impl Handshake {
         let mut rest = input;
         let work_before = self.work;
         let next = loop {
+            let skipped = self.skip.min(rest.len());
+            (self.skip, rest) = (self.skip - skipped, &rest[skipped..]);
+            if self.skip > 0 {
+                break Next::Receive;
+            }
             match self.state {
                 State::ClientFlags => {
                     let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
@@ -175,15 +177,6 @@ impl Handshake {
                     // The specification demands to close the connection after an unknown flag.
                     let Some(flags) = HandshakeFlags::from_bits(bits.get()) else { break Next::Close };
                     self.client_flags = flags;
-                    self.state = State::Options;
-                }
-                State::Skip(left) => {
-                    let skipped = left.min(rest.len());
-                    rest = &rest[skipped..];
-                    if skipped < left {
-                        self.state = State::Skip(left - skipped);
-                        break Next::Receive;
-                    }
                     self.state = State::Options;
                 }
                 State::Options if self.work - work_before >= TURN_BUDGET.items => break Next::Later,
@@ -205,7 +198,7 @@ impl Handshake {
                     if length > OPTION_MAX_BYTES {
                         self.options += 1;
                         rest = after;
-                        self.state = State::Skip(length);
+                        self.skip = length;
                         Reply { option, output }.send(option_reply::ERR_TOO_BIG, &[b"option too long"]);
                         continue;
                     }
@@ -256,10 +249,7 @@ impl Handshake {
         let mut next = Next::Receive;
         match option {
             option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
-            option::ABORT => {
-                self.aborted = true;
-                next = Next::Close;
-            }
+            option::ABORT => next = Next::Abort,
             option::INFO => {
                 self.info(data, exports, reply)?;
             }

@@ -30,11 +30,10 @@ impl InFlightTable {
     /// Collects the ranges of all writes, trims and write zeroes in flight.
     pub fn find_writes(&mut self) {
         self.writes.clear();
-        for in_flight in self.requests.iter() {
-            if matches!(in_flight.command, Command::Write | Command::Trim | Command::WriteZeroes) {
-                self.writes.push(in_flight.to.offset..in_flight.to.offset + in_flight.length);
-            }
-        }
+        let is_write =
+            |one: &&InFlight| matches!(one.command, Command::Write | Command::Trim | Command::WriteZeroes);
+        let range = |one: &InFlight| one.to.offset..one.to.offset + one.length;
+        self.writes.extend(self.requests.iter().filter(is_write).map(range));
         self.writes.sort_unstable_by_key(|range| range.start);
         self.writes.dedup_by(|next, range| {
             let joined = next.start <= range.end;

@@ -144,10 +144,7 @@ impl NbdOptions {
     }
 
     pub(super) fn tls_policy(&self) -> TlsPolicy {
-        match &self.tls {
-            None => TlsPolicy::Off,
-            Some(TlsOptions { required: false, .. }) => TlsPolicy::Optional,
-            Some(TlsOptions { required: true, .. }) => TlsPolicy::Required,
-        }
+        let offered = |tls: &TlsOptions| if tls.required { TlsPolicy::Required } else { TlsPolicy::Optional };
+        self.tls.as_ref().map_or(TlsPolicy::Off, offered)
     }
 }

@@ -12,38 +12,24 @@ use super::transmission::Request;
 /// Maximum number of bytes that one cache request reads.
 const CACHE_MAX_BYTES: u64 = 4 << 20;
 
-/// A range of whole logical blocks.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Blocks {
-    /// The range on the device, in bytes.
-    pub range: Range<u64>,
-    block: u64,
+/// The smallest range of whole blocks that contains `range`. `block` is the block size in bytes, a power of two.
+pub(super) fn blocks_around(range: &Range<u64>, block: u64) -> Range<u64> {
+    range.start & !(block - 1)..range.end.next_multiple_of(block)
 }
 
-impl Blocks {
-    /// The smallest range that contains `range`. `block` is the block size in bytes, a power of two.
-    pub fn around(range: &Range<u64>, block: u64) -> Blocks {
-        Blocks { range: range.start & !(block - 1)..range.end.next_multiple_of(block), block }
-    }
+/// The largest range of whole blocks inside `range`. It may be empty.
+pub(super) fn blocks_within(range: &Range<u64>, block: u64) -> Range<u64> {
+    let start = range.start.next_multiple_of(block);
+    start..start.max(range.end & !(block - 1))
+}
 
-    /// The largest range of blocks inside `range`. It may be empty.
-    pub fn within(range: &Range<u64>, block: u64) -> Blocks {
-        let (start, end) = (range.start.next_multiple_of(block), range.end & !(block - 1));
-        Blocks { range: start..end.max(start), block }
-    }
-
-    pub fn length(&self) -> u64 {
-        self.range.end - self.range.start
-    }
-
-    /// The offsets of the first and the last block, if `part` does not cover them completely. `self` must be
-    /// [`Blocks::around`] `part`. If both are the same block, it is returned once.
-    pub fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
-        let head = self.range.start;
-        let tail = self.range.end - self.block;
-        let in_tail = part.end < self.range.end && (tail > head || part.start == head);
-        [(part.start > head).then_some(head), in_tail.then_some(tail)]
-    }
+/// The offsets of the first and the last block of `range`, if it does not cover them completely. If both are the same
+/// block, it is returned once.
+pub(super) fn edges(range: &Range<u64>, block: u64) -> [Option<u64>; 2] {
+    let around = blocks_around(range, block);
+    let (head, tail) = (around.start, around.end - block);
+    let in_tail = range.end < around.end && (tail > head || range.start == head);
+    [(range.start > head).then_some(head), in_tail.then_some(tail)]
 }
 
 pub(super) enum Plan {
@@ -71,7 +57,7 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
         Command::Cache if !limits.page_cache => Plan::Answer(Ok(())),
         Command::Read | Command::Write | Command::Cache if is_whole => Plan::Transfer(transferred(request)),
         Command::Read | Command::Write | Command::Cache => {
-            Plan::Transfer(Blocks::around(&transferred(request), block).range)
+            Plan::Transfer(blocks_around(&transferred(request), block))
         }
         Command::Flush => Plan::Submit(Operation::Flush, 0..0),
         // The blocks at the ends would have to be read and written, which is not fast.
@@ -79,9 +65,9 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
             Plan::Answer(Err(NbdError::NotSupported))
         }
         Command::WriteZeroes => Plan::Submit(Operation::WriteZeroes, range),
-        Command::Trim => match Blocks::within(&range, block) {
-            blocks if blocks.length() == 0 => Plan::Answer(Ok(())),
-            blocks => Plan::Submit(Operation::Discard, blocks.range),
+        Command::Trim => match blocks_within(&range, block) {
+            blocks if blocks.is_empty() => Plan::Answer(Ok(())),
+            blocks => Plan::Submit(Operation::Discard, blocks),
         },
         Command::BlockStatus => Plan::Extents,
         // The parser reports `NBD_CMD_DISC` as a step of its own.
@@ -115,11 +101,12 @@ pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
 /// Size in bytes of the data buffers that a request needs, on a device with blocks of `block` bytes.
 pub(super) fn buffer_bytes(request: &Request, block: u64) -> usize {
     let part = transferred(request);
-    let blocks = Blocks::around(&part, block);
-    let edges = || blocks.edges(&part).iter().flatten().count() * BufferPool::size(block as u32);
+    let blocks = blocks_around(&part, block);
+    let length = (blocks.end - blocks.start) as u32;
+    let edges = || edges(&part, block).iter().flatten().count() * BufferPool::size(block as u32);
     match request.command {
-        Command::Read | Command::Cache => BufferPool::size(blocks.length() as u32),
-        Command::Write => BufferPool::size(blocks.length() as u32) + edges(),
+        Command::Read | Command::Cache => BufferPool::size(length),
+        Command::Write => BufferPool::size(length) + edges(),
         Command::WriteZeroes => edges(),
         _ => 0,
     }
@@ -131,11 +118,10 @@ mod tests {
 
     #[test]
     fn blocks_around_and_within_a_range() {
-        let around = |range: Range<u64>| Blocks::around(&range, 512);
-        let edges = |range: Range<u64>| around(range.clone()).edges(&range);
-        assert_eq!(around(511..513).range, 0..1024);
-        assert_eq!(Blocks::within(&(1..1535), 512).range, 512..1024);
-        assert_eq!(Blocks::within(&(1..511), 512).length(), 0);
+        let edges = |range: Range<u64>| edges(&range, 512);
+        assert_eq!(blocks_around(&(511..513), 512), 0..1024);
+        assert_eq!(blocks_within(&(1..1535), 512), 512..1024);
+        assert!(blocks_within(&(1..511), 512).is_empty());
         assert_eq!(edges(512..1024), [None, None]);
         assert_eq!(edges(513..1024), [Some(512), None]);
         assert_eq!(edges(512..1023), [None, Some(512)]);

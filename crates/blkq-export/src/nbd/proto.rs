@@ -203,13 +203,6 @@ pub enum Command {
     BlockStatus = 7,
 }
 
-impl Command {
-    /// Returns the command with this number, `None` if it is not supported.
-    pub fn from_number(number: u16) -> Option<Command> {
-        Command::try_read_from_bytes(number.as_bytes()).ok()
-    }
-}
-
 /// Errors of requests. The specification allows only these numbers (they are Linux errno values).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, TryFromBytes)]
 #[repr(u32)]

@@ -204,32 +204,40 @@ impl Requests {
         shared: &mut EngineShared,
         cx: &mut SourceContext<'_>,
     ) {
-        if self.is_split(&request) {
+        if self.is_split(&request)
+            && let Some(split) = &mut self.split
+        {
             self.counters.split_reads += 1;
-            if let Some(split) = &mut self.split {
-                split.begin(request);
-            }
+            split.begin(request);
             return self.begin_parts(replies, shared, cx);
         }
-        match plan::plan(&request, cx.limits(self.queue)) {
-            Plan::Answer(Ok(())) => {
-                self.free(self.buffer_bytes(&request), shared);
-                self.done(self.in_flight(&request).to, replies);
-            }
-            Plan::Answer(Err(error)) => self.reject(&request, error, replies, shared),
+        let answer = match plan::plan(&request, cx.limits(self.queue)) {
+            Plan::Answer(answer) => answer,
             Plan::Transfer(blocks) => {
                 match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
-                    None => self.reject(&request, NbdError::NoMemory, replies, shared),
+                    None => Err(NbdError::NoMemory),
                     Some(buffer) if request.command == Command::Write => {
                         self.incoming = Some((request, buffer));
+                        return;
                     }
-                    Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx),
+                    Some(buffer) => {
+                        return self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx);
+                    }
                 }
             }
             Plan::Submit(operation, blocks) => {
-                self.submit(request, operation, blocks, Data::None, shared, cx);
+                return self.submit(request, operation, blocks, Data::None, shared, cx);
             }
-            Plan::Extents => self.query_status(request, shared, cx),
+            Plan::Extents => return self.query_status(request, shared, cx),
+        };
+        self.free(self.buffer_bytes(&request), shared);
+        let to = self.in_flight(&request).to;
+        match answer {
+            Ok(()) => self.done(to, replies),
+            Err(error) => {
+                self.transmission.drop_payload();
+                self.error(to, error, replies);
+            }
         }
     }
 
@@ -295,19 +303,6 @@ impl Requests {
     fn end_query(&mut self, replies: &mut Outgoing) {
         self.busy -= 1;
         replies.hold_extents(self.extents_max_bytes());
-    }
-
-    /// Answers a request with an error before it was submitted. If it has a payload, the payload is skipped.
-    fn reject(
-        &mut self,
-        request: &Request,
-        error: NbdError,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-    ) {
-        self.free(self.buffer_bytes(request), shared);
-        self.transmission.drop_payload();
-        self.error(self.in_flight(request).to, error, replies);
     }
 
     fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {

@@ -64,18 +64,11 @@ impl NbdServer {
                     false => ClientOrigin::Listener(socket, others.clone()),
                 };
                 add(0, client_origin)
-            });
-        match first {
-            Ok(first) => {
-                others.insert(0, first);
-                let listen_address = Mutex::new(Some(listen_address));
-                Ok(NbdServer { uri, listen_address, registry, sources: Mutex::new(others) })
-            }
-            Err(error) => {
-                others.iter().for_each(|(handle, id)| handle.stop_source(*id, true));
-                Err(error)
-            }
-        }
+            })
+            .inspect_err(|_| others.iter().for_each(|(handle, id)| handle.stop_source(*id, true)))?;
+        others.insert(0, first);
+        let listen_address = Mutex::new(Some(listen_address));
+        Ok(NbdServer { uri, listen_address, registry, sources: Mutex::new(others) })
     }
 
     /// The URI for clients, such as `nbd+unix:///?socket=/run/blkq/disk.nbd`; `nbds` if they must use TLS.
@@ -111,7 +104,7 @@ impl NbdServer {
     /// Takes the clients that were rejected or disconnected since the last call, with the reasons: at most
     /// eight a minute for each kind of reason. Empty unless [`NbdOptions::rejection_event`] is set.
     pub fn take_rejections(&self) -> Vec<Rejection> {
-        self.registry.take_rejections()
+        self.registry.rejections.take()
     }
 
     /// Counters since the server started, over all connections.

@@ -86,14 +86,6 @@ impl EngineShared {
         }
     }
 
-    /// Joins the range lock, if unaligned requests are served: from now on, writes of this engine are ordered
-    /// with those of other engines.
-    pub fn join(&mut self, cx: &SourceContext<'_>) {
-        if self.options.unaligned.is_some() {
-            self.unaligned.join(cx);
-        }
-    }
-
     pub fn is_full(&self) -> bool {
         !self.requeued.is_empty()
     }
@@ -122,13 +114,14 @@ impl EngineShared {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }
 
-    /// Whether a check of the deadlines is due. The caller must then schedule all deadlines again.
-    pub fn take_deadline(&mut self, now_ns: u64) -> bool {
-        let passed = now_ns >= self.deadline_ns;
-        if passed {
-            self.deadline_ns = u64::MAX;
+    /// Returns the time if a check of the deadlines is due. The caller must then schedule all deadlines again. The
+    /// clock is read only if there is a deadline.
+    pub fn take_deadline(&mut self, cx: &SourceContext<'_>) -> Option<u64> {
+        if self.deadline_ns == u64::MAX || cx.now_ns() < self.deadline_ns {
+            return None;
         }
-        passed
+        self.deadline_ns = u64::MAX;
+        Some(cx.now_ns())
     }
 
     pub fn deadline_ns(&self) -> u64 {

@@ -21,7 +21,7 @@ use super::proto::TransmissionFlags;
 use super::rejections::Reason;
 use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
 use super::status::{ConnectionStatus, Registry};
-use super::stream::{ConnectionBuffers, block_sigpipe};
+use super::stream::{Stream, block_sigpipe};
 use super::unaligned::RangesChanged;
 use crate::peer::peer_name;
 
@@ -151,16 +151,21 @@ impl NbdSource {
     }
 
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
-        let buffers =
-            if self.stopping { None } else { ConnectionBuffers::new(self.shared.options.tls.as_ref()) };
-        let Some(buffers) = buffers else {
+        let slot = self.connections.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.connections.push(None);
+            self.connections.len() - 1
+        });
+        let (options, peer) = (&self.shared.options, peer_name(&socket));
+        let stream =
+            if self.stopping { None } else { Stream::new(slot as u32, socket, options.tls.as_ref()) };
+        let Some(stream) = stream else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
             if !self.stopping {
-                self.registry.report(Reason::NoMemory, || peer_name(&socket));
+                self.registry.report(Reason::NoMemory, || peer);
             }
             return self.registry.reject_admitted();
         };
-        let status = self.registry.register(peer_name(&socket));
+        let status = self.registry.register(peer);
         let unaligned = self.shared.options.unaligned.is_some();
         let exports = self.shared.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
@@ -178,14 +183,9 @@ impl NbdSource {
         let since_ns = cx.now_ns();
         let until_ns = since_ns + self.shared.options.handshake_timeout_s * 1_000_000_000;
         self.shared.expect_deadline(until_ns);
-        let slot = self.connections.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.connections.push(None);
-            self.connections.len() - 1
-        });
         let tls = self.shared.options.tls_policy();
         self.shared.set_client(slot, status.id);
-        let connection =
-            Connection::new(slot as u32, socket, status, exports, tls, since_ns..until_ns, buffers);
+        let connection = Connection::new(slot as u32, stream, status, exports, tls, since_ns..until_ns);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }
@@ -202,19 +202,14 @@ impl NbdSource {
         (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
     }
 
-    /// Handles deadlines that have passed. The clock is read only if there is a deadline.
+    /// Handles deadlines that have passed.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
-        if self.shared.deadline_ns() == u64::MAX {
-            return;
+        let Some(now_ns) = self.shared.take_deadline(cx) else { return };
+        for connection in self.connections.iter_mut().flatten() {
+            connection.check_deadline(now_ns);
+            self.shared.expect_deadline(connection.deadline_ns());
         }
-        let now_ns = cx.now_ns();
-        if self.shared.take_deadline(now_ns) {
-            for connection in self.connections.iter_mut().flatten() {
-                connection.check_deadline(now_ns);
-                self.shared.expect_deadline(connection.deadline_ns());
-            }
-            self.make_all_ready();
-        }
+        self.make_all_ready();
     }
 
     fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
@@ -280,7 +275,10 @@ unsafe impl Source for NbdSource {
             ("IORING_OP_WRITEV", opcode::Writev::CODE),
         ])?;
         block_sigpipe();
-        self.shared.join(cx);
+        if self.shared.options.unaligned.is_some() {
+            // From now on, writes of this engine are ordered with those of other engines.
+            self.shared.unaligned.join(cx);
+        }
         if let ClientOrigin::Client(client) = &mut self.client_origin
             && let Some(socket) = client.take()
             && self.registry.admit(1, || peer_name(&socket))
@@ -320,7 +318,7 @@ unsafe impl Source for NbdSource {
             Message::Client(socket) => self.connect(cx, socket),
             Message::Crowded => self.shorten_handshakes(),
             Message::Handshake(slot, tls) => {
-                self.update(slot, |connection, _| connection.resume_handshake(tls));
+                self.update(slot, |connection, _| connection.stream.resume_handshake(tls));
             }
             Message::Status(number, contexts) => {
                 self.shared.queries.finish();
@@ -411,7 +409,7 @@ impl Drop for NbdSource {
         // An engine that exits without stopping its sources leaves operations in the kernel. The memory that
         // these use is leaked.
         for mut connection in self.connections.drain(..).flatten() {
-            if connection.is_armed() {
+            if connection.stream.is_armed() {
                 let _ = ManuallyDrop::new(connection);
             } else {
                 connection.release(&mut self.shared);

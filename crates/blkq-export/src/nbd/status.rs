@@ -27,14 +27,8 @@ pub struct ConnectionInfo {
     pub export: Option<String>,
     /// Time since the client connected.
     pub age: Duration,
-    /// Requests received from the client.
-    pub requests: u64,
-    /// Requests that were answered with an error.
-    pub errors: u64,
-    /// Data of successful reads, in bytes.
-    pub read_bytes: u64,
-    /// Data of successful writes, in bytes.
-    pub written_bytes: u64,
+    /// Counters of this connection.
+    pub counters: NbdCounters,
     /// Requests that were received and whose replies were not sent.
     pub in_flight: u64,
 }
@@ -143,7 +137,7 @@ pub(super) struct Registry {
     /// The number of open connections whose clients have chosen an export. Relaxed accesses suffice: it decides
     /// only when the next client is accepted.
     established: Arc<AtomicUsize>,
-    rejections: Reports<Rejection, Reason>,
+    pub rejections: Reports<Rejection, Reason>,
     /// An eventfd that is written when the last client disconnects, once one has chosen an export.
     idle_event: Option<Arc<OwnedFd>>,
 }
@@ -198,10 +192,6 @@ impl Registry {
             unreported,
             last,
         });
-    }
-
-    pub fn take_rejections(&self) -> Vec<Rejection> {
-        self.rejections.take()
     }
 
     /// Counts one admitted connection less, and signals the idle event if it was the last one.
@@ -287,19 +277,13 @@ impl Registry {
 
     pub fn list(&self) -> Vec<ConnectionInfo> {
         let connections = lock(&self.connections).open.clone();
-        let info = |status: &Arc<ConnectionStatus>| {
-            let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = status.counters();
-            ConnectionInfo {
-                id: status.id,
-                peer: status.peer.clone(),
-                export: status.export.get().cloned(),
-                age: status.since.elapsed(),
-                requests,
-                errors,
-                read_bytes,
-                written_bytes,
-                in_flight: status.in_flight.load(Relaxed),
-            }
+        let info = |status: &Arc<ConnectionStatus>| ConnectionInfo {
+            id: status.id,
+            peer: status.peer.clone(),
+            export: status.export.get().cloned(),
+            age: status.since.elapsed(),
+            counters: status.counters(),
+            in_flight: status.in_flight.load(Relaxed),
         };
         connections.iter().map(info).collect()
     }

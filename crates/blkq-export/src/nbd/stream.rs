@@ -31,23 +31,6 @@ const KEEPALIVE_PROBES: u32 = 3;
 /// `IORING_RECVSEND_POLL_FIRST` of io_uring.h: poll the socket before the first attempt to receive.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
-/// Memory of a connection, allocated first, so that a client can be rejected if there is none.
-pub(super) struct ConnectionBuffers {
-    input: Box<[u8]>,
-    tls: Option<Box<Tls>>,
-}
-
-impl ConnectionBuffers {
-    pub fn new(tls: Option<&TlsOptions>) -> Option<ConnectionBuffers> {
-        let input = try_zeroed(INPUT_BUFFER_BYTES)?;
-        let tls = match tls {
-            Some(tls) => Some(Box::new(Tls::new(&tls.certificates)?)),
-            None => None,
-        };
-        Some(ConnectionBuffers { input, tls })
-    }
-}
-
 /// The stream must not move while an operation is in flight.
 pub(super) struct Stream {
     slot: u32,
@@ -74,18 +57,24 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub fn new(slot: u32, socket: OwnedFd, buffers: ConnectionBuffers) -> Stream {
+    /// Returns `None` without memory.
+    pub fn new(slot: u32, socket: OwnedFd, tls: Option<&TlsOptions>) -> Option<Stream> {
+        let input = try_zeroed(INPUT_BUFFER_BYTES)?;
+        let tls_offered = match tls {
+            Some(tls) => Some(Box::new(Tls::new(&tls.certificates)?)),
+            None => None,
+        };
         tune(&socket);
-        Stream {
+        Some(Stream {
             slot,
             socket,
-            input: buffers.input,
+            input,
             start: 0,
             end: 0,
             gathering: Outgoing::default(),
             sending: Outgoing::default(),
             tls: None,
-            tls_offered: buffers.tls,
+            tls_offered,
             plaintext_pending: false,
             handshake_offloaded: false,
             receive_armed: false,
@@ -94,7 +83,7 @@ impl Stream {
             receive_iovecs: [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2],
             // SAFETY: a msghdr of zeroes is an empty message.
             receive_message: unsafe { std::mem::zeroed() },
-        }
+        })
     }
 
     pub fn socket(&self) -> BorrowedFd<'_> {
@@ -178,8 +167,7 @@ impl Stream {
         }
         // At most an incomplete request or option is left in the input, so there is room after it.
         self.input.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
+        (self.start, self.end) = (0, self.end - self.start);
         let bytes = tls.read(&mut self.input[self.end..])?;
         self.end += bytes;
         Ok(bytes)
@@ -278,8 +266,7 @@ impl Stream {
     /// Receives the rest of a payload directly into its buffer, and what follows into the input buffer.
     pub fn receive(&mut self, payload: Option<&mut [u8]>, cx: &mut SourceContext<'_>) {
         self.input.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
+        (self.start, self.end) = (0, self.end - self.start);
         let fd = types::Fd(self.socket.as_raw_fd());
         // The last receive emptied the socket, so an immediate attempt would most likely fail.
         let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };

@@ -77,8 +77,7 @@ impl Tls {
     /// The free part of the buffer, to receive records into.
     pub fn room(&mut self) -> &mut [u8] {
         self.incoming.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
+        (self.start, self.end) = (0, self.end - self.start);
         &mut self.incoming[self.end..]
     }
 

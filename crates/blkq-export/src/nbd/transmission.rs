@@ -1,7 +1,7 @@
 //! Parses requests from a stream of bytes, and checks them against what was negotiated.
 
 use zerocopy::byteorder::big_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned};
 
 use super::handshake::Session;
 use super::proto::*;
@@ -104,7 +104,8 @@ impl Transmission {
             Ok(None) => return Step::Receive,
             Err(step) => return self.close(step),
         };
-        let command = Command::from_number(header.command.get());
+        // `None`: the command is not supported.
+        let command = Command::try_read_from_bytes(header.command.get().as_bytes()).ok();
         if command == Some(Command::Disconnect) {
             return self.close(Step::Disconnect);
         }

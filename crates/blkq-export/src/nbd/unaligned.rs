@@ -17,7 +17,7 @@ use crate::buffers::BufferPool;
 use crate::slots::Slots;
 
 use super::in_flight::{InFlight, InFlightTable};
-use super::plan::{Blocks, bio};
+use super::plan::{bio, blocks_around, blocks_within, edges};
 use super::ranges::{Member, RangeLock};
 
 /// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
@@ -47,12 +47,12 @@ pub(super) struct OrderedWrite {
 }
 
 impl OrderedWrite {
-    fn blocks(&self) -> Blocks {
-        Blocks::around(&self.range, self.block)
+    fn blocks(&self) -> Range<u64> {
+        blocks_around(&self.range, self.block)
     }
 
     fn is_whole(&self) -> bool {
-        self.blocks().range == self.range
+        self.blocks() == self.range
     }
 
     fn bio(&self, blocks: &Range<u64>, operation: Operation, data: Data) -> Bio {
@@ -155,12 +155,6 @@ impl Unaligned {
         self.arrived.push_back(key);
     }
 
-    fn remove(&mut self, key: u32) -> Option<OrderedInFlight> {
-        let write = self.writes.take(key.into())?;
-        self.released.extend(write.ticket);
-        Some(write)
-    }
-
     fn get(&mut self, key: u32) -> Option<&mut OrderedInFlight> {
         self.writes.get_mut(key.into())
     }
@@ -181,7 +175,7 @@ impl Unaligned {
             let Some(arrived) = self.writes.get_mut(key.into()) else { continue };
             let write = &mut arrived.write;
             if !write.is_whole() {
-                arrived.ticket = Some(session.lock(write.blocks().range, key));
+                arrived.ticket = Some(session.lock(write.blocks(), key));
                 continue;
             }
             arrived.ticket = session.wait(write.range.clone(), key);
@@ -216,18 +210,17 @@ impl Unaligned {
         if write.is_whole() {
             return self.write_blocks(key, range, operation);
         }
-        let edges = write.blocks().edges(&range);
-        let within = Blocks::within(&range, block);
-        if operation == Operation::WriteZeroes && within.length() > 0 {
-            self.write_blocks(key, within.range, operation);
+        let within = blocks_within(&range, block);
+        if operation == Operation::WriteZeroes && !within.is_empty() {
+            self.write_blocks(key, within, operation);
         }
-        for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
+        for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges(&range, block)) {
             let Some(edge) = edge else { continue };
             match memory.buffers.take(block as u32, memory.cx.registrar()) {
                 Some(buffer) => {
                     self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into());
                 }
-                None => self.note(key, Err(Status::Resource)),
+                None => self.fail(key, Status::Resource),
             }
         }
     }
@@ -247,20 +240,19 @@ impl Unaligned {
         self.bios.push_back((queue, bio));
     }
 
-    fn note(&mut self, key: u32, result: IoResult) {
+    fn fail(&mut self, key: u32, status: Status) {
         if let Some(ordered) = self.get(key) {
-            ordered.result = ordered.result.and(result);
+            ordered.result = Err(status);
         }
     }
 
     pub fn complete(&mut self, completion: Completion, memory: &mut BufferSource<'_, '_>) {
         let key = completion.user_data as u32;
         let kind = completion.user_data >> KIND_SHIFT & 0xff;
-        let buffer = completion.data.into_buffer();
-        self.note(key, completion.result);
         let Some(ordered) = self.get(key) else { return };
         ordered.bios -= 1;
-        match buffer {
+        ordered.result = ordered.result.and(completion.result);
+        match completion.data.into_buffer() {
             Some(edge) if kind != WRITE && completion.result.is_ok() => {
                 self.complete_edge(key, kind, edge, memory);
             }
@@ -274,7 +266,7 @@ impl Unaligned {
     fn complete_edge(&mut self, key: u32, kind: u64, mut edge: IoBuffer, memory: &mut BufferSource<'_, '_>) {
         let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
         let blocks = write.blocks();
-        let at = if kind == READ_HEAD { blocks.range.start } else { blocks.range.end - write.block };
+        let at = if kind == READ_HEAD { blocks.start } else { blocks.end - write.block };
         // The part of the block that the request changes, as offsets in the block.
         let from = write.range.start.saturating_sub(at) as usize;
         let until = (write.range.end - at).min(write.block) as usize;
@@ -284,14 +276,14 @@ impl Unaligned {
             return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into());
         }
         if let Data::Buffer(data) = &mut write.data {
-            let place = (at - blocks.range.start) as usize;
+            let place = (at - blocks.start) as usize;
             data[place..place + from].copy_from_slice(&edge[..from]);
             data[place + until..place + block].copy_from_slice(&edge[until..block]);
         }
         let complete = *bios == 0 && result.is_ok();
         memory.buffers.put(edge);
         if complete {
-            self.write_blocks(key, blocks.range, Operation::Write);
+            self.write_blocks(key, blocks, Operation::Write);
         }
     }
 
@@ -299,7 +291,10 @@ impl Unaligned {
         if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;
         }
-        let Some(OrderedInFlight { write, result, .. }) = self.remove(key) else { return };
+        let Some(OrderedInFlight { write, ticket, result, .. }) = self.writes.take(key.into()) else {
+            return;
+        };
+        self.released.extend(ticket);
         if let Some(data) = write.data.into_buffer() {
             memory.buffers.put(data);
         }
