@@ -1,11 +1,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::RangeInclusive;
-// Not `blkq::sync`: there is no protocol between the counters that a model checker could check.
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::random::Random;
-use blkq::stats::{add, raise};
 use blkq::{DriverContext, Operation, Tag};
 
 /// When a request of a model device completes.
@@ -242,55 +239,8 @@ impl Delays {
     }
 
     pub fn take_due(&mut self, now: u64) -> Option<Tag> {
-        match self.waiting.peek() {
-            Some(Reverse((due, _))) if *due <= now => self.waiting.pop().map(|Reverse((_, tag))| tag),
-            _ => None,
-        }
-    }
-}
-
-/// The counters of a queue of a model device, or the sum over all queues. Only the thread of the queue writes its counters, and
-/// all accesses are relaxed.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct ModelCounters {
-    /// The number of calls of [`queue_requests`](blkq::DriverQueue::queue_requests).
-    pub batches: AtomicU64,
-    /// The number of requests that the driver has taken.
-    pub requests: AtomicU64,
-    /// The largest number of requests taken by one call.
-    pub batch_max: AtomicU64,
-    /// The number of flushes among the requests.
-    pub flushes: AtomicU64,
-    /// The sum of the lengths of all requests, in bytes.
-    pub bytes: AtomicU64,
-    /// The number of times that the device was busy and did not take a request.
-    pub busy: AtomicU64,
-    /// The number of requests for which the arm of a modelled disk had to move.
-    pub seeks: AtomicU64,
-}
-
-impl ModelCounters {
-    #[inline]
-    pub(super) fn count_batch(&self, requests: u64, bytes: u64, flushes: u64) {
-        add(&self.batches, 1);
-        add(&self.requests, requests);
-        add(&self.flushes, flushes);
-        add(&self.bytes, bytes);
-        raise(&self.batch_max, requests);
-    }
-
-    pub(super) fn add_all(&self, other: &ModelCounters) {
-        let pairs = [
-            (&self.batches, &other.batches),
-            (&self.requests, &other.requests),
-            (&self.flushes, &other.flushes),
-            (&self.bytes, &other.bytes),
-            (&self.busy, &other.busy),
-            (&self.seeks, &other.seeks),
-        ];
-        pairs.into_iter().for_each(|(mine, theirs)| add(mine, theirs.load(Relaxed)));
-        raise(&self.batch_max, other.batch_max.load(Relaxed));
+        self.earliest_ns().filter(|due| *due <= now)?;
+        self.waiting.pop().map(|Reverse((_, tag))| tag)
     }
 }
 
