@@ -47,16 +47,6 @@ impl Fault {
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
         Ok(Fault { shared: Arc::new(Shared { inner, rules, generation, wakes }) })
     }
-
-    /// The seed in force. The same seed and the same requests lead to the same faults.
-    pub fn seed(&self) -> u64 {
-        self.shared.rules().seed
-    }
-
-    /// The number of requests that each rule has hit, in the order of the rules.
-    pub fn hits(&self) -> Vec<u64> {
-        self.shared.rules().states.iter().map(|state| state.hits.load(Relaxed)).collect()
-    }
 }
 
 impl Driver for Fault {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::sync::atomic::Ordering::Relaxed;
@@ -94,9 +94,16 @@ impl Rules {
         }
         // Checking whether a file exists may block, and an engine thread must not block.
         let watched = Arc::downgrade(self);
+        let watch = move || {
+            while let Some(rules) = watched.upgrade() {
+                rules.poll_files();
+                drop(rules);
+                std::thread::sleep(FILES_INTERVAL);
+            }
+        };
         std::thread::Builder::new()
             .name("blkq-fault".to_owned())
-            .spawn(move || watch(&watched))
+            .spawn(watch)
             .map_err(|e| Error::system("cannot start the thread that polls for trigger files", e))?;
         Ok(())
     }
@@ -107,12 +114,4 @@ fn exists(file: &Path) -> bool {
     return blkq::simulation::world().exists(file);
     #[cfg(not(simulation))]
     file.exists()
-}
-
-fn watch(rules: &Weak<Rules>) {
-    while let Some(rules) = rules.upgrade() {
-        rules.poll_files();
-        drop(rules);
-        std::thread::sleep(FILES_INTERVAL);
-    }
 }
