@@ -51,8 +51,7 @@ impl FromStr for DriverSpec {
 /// data. Fails if the image cannot be opened for reading.
 pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
     let image = ImageFile::open(path, true)?;
-    let size = image.size()?;
-    Ok(image.detect_format(size))
+    Ok(image.detect_format(image.size()?))
 }
 
 /// The options of all drivers. An option that the chosen driver does not have is an error.
@@ -143,17 +142,16 @@ pub fn check_writable(path: &Path, range: &Range<u64>) -> Result<(), Error> {
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     match spec {
         DriverSpec::Null(bytes) => {
-            let logical_block_bytes = memory_block("null", options)?;
-            let mut null = NullOptions::new(whole_blocks(*bytes, logical_block_bytes)?);
+            let logical_block_bytes = memory_block("null", *bytes, options)?;
+            let mut null = NullOptions::new(*bytes);
             null.limits.logical_block_bytes = logical_block_bytes;
             null.limits.physical_block_bytes = logical_block_bytes;
             null.limits.discard_granularity = logical_block_bytes;
             Ok(Opened::without_image(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
-            let logical_block_bytes = memory_block("ram", options)?;
-            let bytes = whole_blocks(*bytes, logical_block_bytes)?;
-            Ok(Opened::without_image(Ram::new(bytes, logical_block_bytes, false)?))
+            let logical_block_bytes = memory_block("ram", *bytes, options)?;
+            Ok(Opened::without_image(Ram::new(*bytes, logical_block_bytes, false)?))
         }
         DriverSpec::Rbd(spec) => {
             refuse_file_options("rbd", false, options)?;
@@ -197,9 +195,18 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
     }
 }
 
-fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
+/// The logical block size of a device of `bytes` bytes without a file, which the size must be a multiple of.
+fn memory_block(driver: &str, bytes: u64, options: &DriverOptions) -> Result<u32, Error> {
     refuse_file_options(driver, false, options)?;
-    check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
+    let block = check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))?;
+    let below = bytes - bytes % u64::from(block);
+    if bytes != 0 && bytes == below {
+        return Ok(block);
+    }
+    Err(invalid(format!(
+        "the size must be a multiple of the sector size {block} and more than 0, not {bytes}; choose a multiple, such as {}",
+        below.max(u64::from(block))
+    )))
 }
 
 /// Rejects the options that `driver` does not have: an image whose file offsets differ from those of the device has
@@ -216,16 +223,6 @@ fn refuse_file_options(driver: &str, has_file: bool, options: &DriverOptions) ->
         true => format!("{option} is for raw images, not {driver}; omit it"),
         false => format!("{option} is for image files, and {driver} has no file; omit it"),
     }))
-}
-
-fn whole_blocks(bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
-    if bytes != 0 && bytes.is_multiple_of(u64::from(logical_block_bytes)) {
-        return Ok(bytes);
-    }
-    let below = (bytes - bytes % u64::from(logical_block_bytes)).max(u64::from(logical_block_bytes));
-    Err(invalid(format!(
-        "the size must be a multiple of the sector size {logical_block_bytes} and more than 0, not {bytes}; choose a multiple, such as {below}"
-    )))
 }
 
 #[cfg(test)]
