@@ -66,28 +66,23 @@ pub struct Facts {
     pub owner: Option<String>,
 }
 
+/// The connection to a cluster.
 struct Cluster {
     library: &'static Library,
     handle: Handle,
+    /// The pool of the image; null until it is open.
+    pool: Handle,
 }
 
 impl Drop for Cluster {
     fn drop(&mut self) {
+        if !self.pool.is_null() {
+            // SAFETY: made by `rados_ioctx_create`, and destroyed once; its image is closed.
+            unsafe { (self.library.rados_ioctx_destroy)(self.pool) }
+        }
         // SAFETY: made by `rados_create2`, and shut down once. The pool and the image that used it are closed.
         unsafe { (self.library.rados_shutdown)(self.handle) }
         library::CLIENTS.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-struct Pool {
-    library: &'static Library,
-    handle: Handle,
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        // SAFETY: made by `rados_ioctx_create`, and destroyed once; its image is closed.
-        unsafe { (self.library.rados_ioctx_destroy)(self.handle) }
     }
 }
 
@@ -98,8 +93,7 @@ pub struct Image {
     watch: Option<(u64, *const OwnedFd)>,
     /// An eventfd, to which librbd writes for each completed I/O.
     completed: Arc<OwnedFd>,
-    // Dropped after the image is closed, in this order.
-    _pool: Pool,
+    // Dropped after the image is closed.
     _cluster: Cluster,
 }
 
@@ -132,7 +126,7 @@ impl Image {
         let library = Library::get()?;
         let spec = &options.spec;
         step("reading the configuration");
-        let cluster = Cluster::create(library, options)?;
+        let mut cluster = Cluster::create(library, options)?;
         step("connecting to the monitors");
         // SAFETY: the handle was made and is not connected yet.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
@@ -142,13 +136,13 @@ impl Image {
         // Read after the connection, because the monitors have settings for their clients.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);
         step("opening the pool");
-        let pool = Pool::open(&cluster, options)?;
+        cluster.open_pool(options)?;
         step("opening the image");
         let completed = eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|e| Error::system("cannot create an eventfd", e))
             .map(Arc::new)?;
-        let handle = open_image(library, &pool, options)?;
-        let mut image = Image { library, handle, watch: None, completed, _pool: pool, _cluster: cluster };
+        let handle = open_image(&cluster, options)?;
+        let mut image = Image { library, handle, watch: None, completed, _cluster: cluster };
         // SAFETY: the image is open, and the descriptor stays open until it is closed.
         let notified = unsafe {
             (library.rbd_set_image_notification)(handle, image.completed.as_raw_fd(), EVENT_TYPE_EVENTFD)
@@ -156,7 +150,7 @@ impl Image {
         check(notified, || format!("cannot register for completions of rbd:{spec}"))?;
         let lock = image.take_lock(options, step)?;
         step("reading the size of the image");
-        if spec.snapshot().is_none() {
+        if spec.snapshot.is_none() {
             // Before the size is read, so that no later change is missed.
             image.watch(changed)?;
         }
@@ -172,9 +166,8 @@ impl Image {
     /// feature `fast-diff` they are whole objects. librbd flushes its cache before it queries the cluster.
     pub fn allocated(&self, range: Range<u64>) -> Result<Allocated, Error> {
         let what = || "cannot read the extents of the image".to_owned();
-        let (mut features, mut allocated) = (0, Allocated::new());
-        // SAFETY: the image is open.
-        check(unsafe { (self.library.rbd_get_features)(self.handle, &mut features) }, what)?;
+        let mut allocated = Allocated::new();
+        let features = self.property(self.library.rbd_get_features, what)?;
         let whole_object = u8::from(features & FEATURE_FAST_DIFF != 0);
         let (library, length) = (self.library, range.end - range.start);
         // SAFETY: the image is open, and only the callback uses the list until the call returns.
@@ -200,12 +193,15 @@ impl Image {
 
     /// The current size of the image, in bytes.
     pub fn size(&self) -> Result<u64, Error> {
-        let mut size = 0;
+        self.property(self.library.rbd_get_size, || "cannot read the size of the image".to_owned())
+    }
+
+    /// The number that `get` returns, a function of librbd for one property of the image.
+    fn property(&self, get: GetCall, what: impl FnOnce() -> String) -> Result<u64, Error> {
+        let mut number = 0;
         // SAFETY: the image is open.
-        check(unsafe { (self.library.rbd_get_size)(self.handle, &mut size) }, || {
-            "cannot read the size of the image".to_owned()
-        })?;
-        Ok(size)
+        check(unsafe { get(self.handle, &mut number) }, what)?;
+        Ok(number)
     }
 
     fn facts(&self, options: &RbdOptions, discard_granularity: u32, lock: Lock) -> Result<Facts, Error> {
@@ -214,16 +210,11 @@ impl Image {
         let mut info: ImageInfo = unsafe { std::mem::zeroed() };
         // SAFETY: the image is open, and the call is given the size of the structure.
         check(unsafe { (self.library.rbd_stat)(self.handle, &mut info, size_of::<ImageInfo>()) }, what)?;
-        let (mut stripe_unit, mut stripe_count) = (0, 0);
-        // SAFETY: the image is open.
-        check(unsafe { (self.library.rbd_get_stripe_unit)(self.handle, &mut stripe_unit) }, what)?;
-        // SAFETY: as above.
-        check(unsafe { (self.library.rbd_get_stripe_count)(self.handle, &mut stripe_count) }, what)?;
         Ok(Facts {
             size: info.size,
             object_size: info.object_size,
-            stripe_unit,
-            stripe_count,
+            stripe_unit: self.property(self.library.rbd_get_stripe_unit, what)?,
+            stripe_count: self.property(self.library.rbd_get_stripe_count, what)?,
             discard_granularity,
             lock,
             cached: self.setting(CACHE).map(|value| !is_false(&value)),
@@ -234,31 +225,26 @@ impl Image {
     /// The value of a setting that is in force for the image. A setting of the image takes precedence over one of its pool,
     /// and that over the configuration.
     fn setting(&self, name: &CStr) -> Option<String> {
-        let mut count = c_int::try_from(SETTINGS_OF_IMAGE).ok()?;
-        loop {
-            let room = count;
-            // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
-            let mut settings: Vec<ImageSetting> = (0..room).map(|_| unsafe { std::mem::zeroed() }).collect();
-            // SAFETY: the image is open, and there is room for as many as `count` says.
+        let list = |settings: &mut [ImageSetting], count: &mut usize| {
+            let mut number = *count as c_int;
+            // SAFETY: the image is open, and there is room for as many as `number` says.
             let result = unsafe {
-                (self.library.rbd_config_image_list)(self.handle, settings.as_mut_ptr(), &mut count)
+                (self.library.rbd_config_image_list)(self.handle, settings.as_mut_ptr(), &mut number)
             };
-            match result {
-                0 => {
-                    let listed = &mut settings[..usize::try_from(count.min(room)).ok()?];
-                    // SAFETY: the call has set name and value of each listed setting to C strings.
-                    let value = listed.iter().find_map(|setting| unsafe {
-                        let found = CStr::from_ptr(setting.name) == name;
-                        found.then(|| CStr::from_ptr(setting.value).to_string_lossy().into_owned())
-                    });
-                    // SAFETY: freed once, by the library that made them.
-                    unsafe { (self.library.rbd_config_image_list_cleanup)(listed.as_mut_ptr(), count) };
-                    return value;
-                }
-                errno if errno == -libc::ERANGE && count > room => {}
-                _ => return None,
-            }
-        }
+            *count = usize::try_from(number).unwrap_or(0);
+            result
+        };
+        // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
+        let mut settings = listed(SETTINGS_OF_IMAGE, || unsafe { std::mem::zeroed() }, list).ok()?;
+        // SAFETY: the call has set name and value of each listed setting to C strings.
+        let value = settings.iter().find_map(|setting| unsafe {
+            let found = CStr::from_ptr(setting.name) == name;
+            found.then(|| CStr::from_ptr(setting.value).to_string_lossy().into_owned())
+        });
+        let count = settings.len() as c_int;
+        // SAFETY: freed once, by the library that made them.
+        unsafe { (self.library.rbd_config_image_list_cleanup)(settings.as_mut_ptr(), count) };
+        value
     }
 
     /// Takes the exclusive lock of an image that will be written, until the image is closed. A lock taken explicitly is not
@@ -269,12 +255,9 @@ impl Image {
             return Ok(Lock::None);
         }
         let spec = &options.spec;
-        let mut features = 0;
         step("reading the features of the image");
-        // SAFETY: the image is open.
-        check(unsafe { (self.library.rbd_get_features)(self.handle, &mut features) }, || {
-            format!("cannot read the features of rbd:{spec}")
-        })?;
+        let what = || format!("cannot read the features of rbd:{spec}");
+        let features = self.property(self.library.rbd_get_features, what)?;
         if features & FEATURE_EXCLUSIVE_LOCK == 0 {
             return Ok(Lock::Missing);
         }
@@ -320,14 +303,12 @@ impl Image {
             unsafe { (self.library.rbd_lock_get_owners)(self.handle, &mut mode, &mut owner, &mut count) };
         match result {
             0 if count == 0 || owner.is_null() => Ok(None),
-            0 => {
-                // SAFETY: the call has returned a C string, which is freed once, by the library that allocated it.
-                unsafe {
-                    let text = CStr::from_ptr(owner).to_string_lossy().into_owned();
-                    (self.library.rbd_lock_get_owners_cleanup)(&mut owner, count);
-                    Ok(Some(text))
-                }
-            }
+            // SAFETY: the call has returned a C string, which is freed once, by the library that allocated it.
+            0 => unsafe {
+                let text = CStr::from_ptr(owner).to_string_lossy().into_owned();
+                (self.library.rbd_lock_get_owners_cleanup)(&mut owner, count);
+                Ok(Some(text))
+            },
             errno if errno == -libc::ENOENT => Ok(None),
             errno => Err(errno),
         }
@@ -335,31 +316,19 @@ impl Image {
 
     /// The addresses of the clients that have the image open. A killed client stays in this list for up to 30 seconds.
     fn clients(&self) -> Result<Vec<String>, c_int> {
-        let mut count = WATCHERS;
-        loop {
-            let room = count;
-            // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
-            let mut watchers: Vec<Watcher> = (0..room).map(|_| unsafe { std::mem::zeroed() }).collect();
-            // SAFETY: the image is open, and there is room for as many as `count` says.
-            let result =
-                unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &mut count) };
-            match result {
-                0 => {
-                    let listed = &mut watchers[..count.min(room)];
-                    // SAFETY: the call has set the address of each listed client to a C string.
-                    let address = |watcher: &Watcher| unsafe { CStr::from_ptr(watcher.address) };
-                    let addresses = listed
-                        .iter()
-                        .map(|watcher| address(watcher).to_string_lossy().into_owned())
-                        .collect();
-                    // SAFETY: freed once, by the library that made them.
-                    unsafe { (self.library.rbd_watchers_list_cleanup)(listed.as_mut_ptr(), listed.len()) };
-                    return Ok(addresses);
-                }
-                errno if errno == -libc::ERANGE && count > room => {}
-                errno => return Err(errno),
-            }
-        }
+        // SAFETY: the image is open, and there is room for as many as `count` says.
+        let list = |watchers: &mut [Watcher], count: &mut usize| unsafe {
+            (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), count)
+        };
+        // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
+        let mut watchers = listed(WATCHERS, || unsafe { std::mem::zeroed() }, list)?;
+        // SAFETY: the call has set the address of each listed client to a C string.
+        let address = |watcher: &Watcher| unsafe { CStr::from_ptr(watcher.address) };
+        let addresses =
+            watchers.iter().map(|watcher| address(watcher).to_string_lossy().into_owned()).collect();
+        // SAFETY: freed once, by the library that made them.
+        unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), watchers.len()) };
+        Ok(addresses)
     }
 
     /// Registers for changes of the image: `changed` becomes readable when its size may have changed.
@@ -420,7 +389,7 @@ impl Cluster {
         let created = unsafe { (library.rados_create2)(&mut handle, c"ceph".as_ptr(), client.as_ptr(), 0) };
         check(created, || format!("cannot create the Ceph client {}", options.client()))?;
         library::CLIENTS.fetch_add(1, Ordering::SeqCst);
-        let cluster = Cluster { library, handle };
+        let cluster = Cluster { library, handle, pool: std::ptr::null_mut() };
         let file = options.conf.as_ref().map(|path| text(path.as_os_str().as_bytes())).transpose()?;
         let path = file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr());
         // SAFETY: the handle is not connected, and the path is a C string or null.
@@ -454,36 +423,34 @@ impl Cluster {
         // SAFETY: the call has succeeded, so the buffer contains a C string.
         (result == 0).then(|| unsafe { CStr::from_ptr(value.as_ptr()) }.to_str().ok()?.parse().ok())?
     }
-}
 
-impl Pool {
-    fn open(cluster: &Cluster, options: &RbdOptions) -> Result<Pool, Error> {
-        let (library, spec) = (cluster.library, &options.spec);
-        let name = text(spec.pool().as_bytes())?;
-        let mut handle = std::ptr::null_mut();
+    fn open_pool(&mut self, options: &RbdOptions) -> Result<(), Error> {
+        let spec = &options.spec;
+        let name = text(spec.pool.as_bytes())?;
+        let mut pool = std::ptr::null_mut();
         // SAFETY: the cluster is connected, and the name is a C string.
-        let created = unsafe { (library.rados_ioctx_create)(cluster.handle, name.as_ptr(), &mut handle) };
-        check(created, || format!("cannot open the pool {} of rbd:{spec}", spec.pool()))?;
-        let pool = Pool { library, handle };
-        if let Some(namespace) = spec.namespace() {
+        let created = unsafe { (self.library.rados_ioctx_create)(self.handle, name.as_ptr(), &mut pool) };
+        check(created, || format!("cannot open the pool {} of rbd:{spec}", spec.pool))?;
+        self.pool = pool;
+        if let Some(namespace) = &spec.namespace {
             let name = text(namespace.as_bytes())?;
             // SAFETY: the name is a C string, which the call copies.
-            unsafe { (library.rados_ioctx_set_namespace)(handle, name.as_ptr()) };
+            unsafe { (self.library.rados_ioctx_set_namespace)(pool, name.as_ptr()) };
         }
-        Ok(pool)
+        Ok(())
     }
 }
 
 /// Opens the image itself. An image that will only be read is opened for writing as well, because librbd reports changes of
 /// the size only then. If the Ceph user may not do that, it is opened read-only.
-fn open_image(library: &'static Library, pool: &Pool, options: &RbdOptions) -> Result<Handle, Error> {
-    let spec = &options.spec;
-    let image = text(spec.image().as_bytes())?;
-    let snapshot = spec.snapshot().map(|name| text(name.as_bytes())).transpose()?;
+fn open_image(cluster: &Cluster, options: &RbdOptions) -> Result<Handle, Error> {
+    let (library, spec) = (cluster.library, &options.spec);
+    let image = text(spec.image.as_bytes())?;
+    let snapshot = spec.snapshot.as_ref().map(|name| text(name.as_bytes())).transpose()?;
     let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
     let mut handle = std::ptr::null_mut();
     // SAFETY: the pool is open, and the names are C strings or null.
-    let mut open = |open: OpenCall| unsafe { open(pool.handle, image.as_ptr(), &mut handle, snapshot) };
+    let mut open = |open: OpenCall| unsafe { open(cluster.pool, image.as_ptr(), &mut handle, snapshot) };
     let opened = match open(if snapshot.is_null() { library.rbd_open } else { library.rbd_open_read_only }) {
         errno if options.read_only && [-libc::EPERM, -libc::EACCES].contains(&errno) => {
             open(library.rbd_open_read_only)
@@ -494,7 +461,29 @@ fn open_image(library: &'static Library, pool: &Pool, options: &RbdOptions) -> R
     Ok(handle)
 }
 
+type GetCall = unsafe extern "C" fn(Handle, *mut u64) -> c_int;
 type OpenCall = unsafe extern "C" fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
+
+/// The entries that `list`, a call of librbd, writes to an array of at first `count` entries, which `empty` makes. The
+/// call sets the count to the number of entries. If there are more than fit, it fails with ERANGE, and is repeated.
+fn listed<T>(
+    mut count: usize,
+    empty: impl Fn() -> T,
+    list: impl Fn(&mut [T], &mut usize) -> c_int,
+) -> Result<Vec<T>, c_int> {
+    loop {
+        let room = count;
+        let mut entries: Vec<T> = (0..room).map(|_| empty()).collect();
+        match list(&mut entries, &mut count) {
+            0 => {
+                entries.truncate(count);
+                return Ok(entries);
+            }
+            errno if errno == -libc::ERANGE && count > room => {}
+            errno => return Err(errno),
+        }
+    }
+}
 
 /// Whether Ceph reads this value of a boolean setting as false.
 pub(super) fn is_false(value: &str) -> bool {

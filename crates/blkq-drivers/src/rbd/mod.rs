@@ -5,7 +5,6 @@
 //! - `image`: opens, inspects and closes an image. Its calls may block without a limit, so they run on a thread of
 //!   their own, in `thread`.
 //! - `queue`: the data path. `outcome`: the results of librbd as statuses. `extents`: allocated ranges.
-//!   `shared`: the parts that the device shares with its queue.
 
 mod extents;
 mod image;
@@ -13,7 +12,6 @@ mod library;
 mod options;
 mod outcome;
 mod queue;
-mod shared;
 mod spec;
 mod thread;
 
@@ -34,8 +32,7 @@ use image::{Facts, Image, Lock};
 use library::Library;
 pub use options::RbdOptions;
 use outcome::Losses;
-use queue::RbdQueue;
-use shared::{SEGMENTS_MAX, Shared};
+use queue::{RbdQueue, SEGMENTS_MAX, Shared};
 pub use spec::RbdSpec;
 use thread::ImageThread;
 
@@ -192,18 +189,14 @@ impl Driver for Rbd {
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let now = self.size_now()?;
-        match bytes {
-            None => Ok(now),
-            Some(bytes) if bytes <= now && bytes.is_multiple_of(u64::from(self.logical_block_bytes)) => {
-                Ok(bytes)
-            }
-            Some(_) => {
-                let spec = &self.options.spec;
-                Err(invalid(format!(
-                    "rbd:{spec} has {now} bytes; to change the size of the device, resize the image with `rbd resize`"
-                )))
-            }
+        let bytes = bytes.unwrap_or(now);
+        if bytes <= now && bytes.is_multiple_of(u64::from(self.logical_block_bytes)) {
+            return Ok(bytes);
         }
+        Err(invalid(format!(
+            "rbd:{} has {now} bytes; to change the size of the device, resize the image with `rbd resize`",
+            self.options.spec
+        )))
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
@@ -222,13 +215,11 @@ impl Driver for Rbd {
     unsafe fn release(&self) -> Result<(), Error> {
         // SAFETY: the caller promises that no request is in flight or will follow, so the queue calls no function of
         // the image.
-        match unsafe { self.shared.image.close() } {
-            true => Ok(()),
-            false => Err(Error::new(
-                ErrorKind::System,
-                "the cluster did not answer in time, so the image is still open",
-            )),
+        if unsafe { self.shared.image.close() } {
+            return Ok(());
         }
+        let message = "the cluster did not answer in time, so the image is still open";
+        Err(Error::new(ErrorKind::System, message))
     }
 
     fn warnings(&self) -> Vec<String> {
@@ -258,10 +249,10 @@ impl Driver for Rbd {
             Some(false) => "off",
             None => "unknown",
         };
-        let mut facts = vec![("pool", spec.pool().to_owned())];
-        facts.extend(spec.namespace().map(|namespace| ("namespace", namespace.to_owned())));
-        facts.push(("rbd-image", spec.image().to_owned()));
-        facts.extend(spec.snapshot().map(|snapshot| ("snapshot", snapshot.to_owned())));
+        let mut facts = vec![("pool", spec.pool.clone())];
+        facts.extend(spec.namespace.clone().map(|namespace| ("namespace", namespace)));
+        facts.push(("rbd-image", spec.image.clone()));
+        facts.extend(spec.snapshot.clone().map(|snapshot| ("snapshot", snapshot)));
         facts.push(("ceph-user", self.options.client()));
         facts.extend(self.facts.owner.clone().map(|owner| ("ceph-client", owner)));
         facts.extend([
@@ -270,7 +261,7 @@ impl Driver for Rbd {
             ("stripe-count", stripe_count.to_string()),
             ("exclusive-lock", lock.to_owned()),
             ("rbd-cache", cached.to_owned()),
-            ("librbd", self.shared.image.submission().library.version()),
+            ("librbd", self.shared.image.submission.library.version()),
         ]);
         facts
     }

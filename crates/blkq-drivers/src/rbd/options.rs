@@ -35,6 +35,6 @@ impl RbdOptions {
 
     /// Whether the image is never written to: by option, or because it is a snapshot.
     pub(super) fn reads_only(&self) -> bool {
-        self.read_only || self.spec.snapshot().is_some()
+        self.read_only || self.spec.snapshot.is_some()
     }
 }

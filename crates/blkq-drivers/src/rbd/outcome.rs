@@ -6,6 +6,7 @@ use blkq::{IoResult, Operation, Status};
 
 /// The reasons why this client can no longer use the image. Each stays until the image is attached again. The
 /// flags are relaxed: each is set once and only reported to the user, and no other memory depends on it.
+#[derive(Default)]
 pub struct Losses {
     /// This client has taken the exclusive lock of the image. Another client can take it only by force.
     locked: bool,
@@ -16,8 +17,7 @@ pub struct Losses {
 
 impl Losses {
     pub fn new(locked: bool) -> Losses {
-        let no = || AtomicBool::new(false);
-        Losses { locked, excluded: no(), unlocked: no(), removed: no() }
+        Losses { locked, ..Losses::default() }
     }
 
     /// One line for the user for each loss.
@@ -49,22 +49,17 @@ impl Losses {
 
     #[cold]
     fn status(&self, operation: Operation, errno: i32) -> Status {
+        let lost = |reason: &AtomicBool| {
+            reason.store(true, Relaxed);
+            Status::Offline
+        };
         match errno {
             // Ceph defines EBLOCKLISTED as ESHUTDOWN.
-            libc::ESHUTDOWN => {
-                self.excluded.store(true, Relaxed);
-                Status::Offline
-            }
+            libc::ESHUTDOWN => lost(&self.excluded),
             // Only a lock that this client took can be lost. If it was left to other clients, one of them has it now and
             // may release it later.
-            libc::EROFS if self.locked => {
-                self.unlocked.store(true, Relaxed);
-                Status::Offline
-            }
-            libc::ENOENT => {
-                self.removed.store(true, Relaxed);
-                Status::Offline
-            }
+            libc::EROFS if self.locked => lost(&self.unlocked),
+            libc::ENOENT => lost(&self.removed),
             // The capabilities of the Ceph user do not permit the operation.
             libc::EPERM | libc::EACCES if operation == Operation::Read => Status::Io,
             libc::EACCES => Status::ReadOnly,

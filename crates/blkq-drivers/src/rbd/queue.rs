@@ -15,10 +15,21 @@ use io_uring::{opcode, types};
 use crate::errors::invalid;
 
 use super::library::{Handle, WRITE_ZEROES_THICK};
-use super::shared::{SEGMENTS_MAX, Shared};
+use super::outcome::Losses;
+use super::spec::RbdSpec;
+use super::thread::ImageThread;
 
 /// How often completions are fetched while the ring cannot poll the eventfd, in nanoseconds.
 const FETCH_INTERVAL_NS: u64 = 1_000_000;
+/// Largest number of segments of a request: each request is one vectored call of librbd.
+pub const SEGMENTS_MAX: u16 = 128;
+
+/// The parts that the device shares with its queue.
+pub struct Shared {
+    pub spec: RbdSpec,
+    pub image: ImageThread,
+    pub losses: Losses,
+}
 
 pub struct RbdQueue {
     shared: Arc<Shared>,
@@ -52,7 +63,7 @@ impl RbdQueue {
 
     /// Polls the eventfd (multishot). The eventfd is never read: each write completes the poll again.
     fn poll_completions(&mut self, cx: &mut DriverContext<'_>) {
-        let fd = types::Fd(self.shared.image.submission().completed.as_raw_fd());
+        let fd = types::Fd(self.shared.image.submission.completed.as_raw_fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build();
         self.polled = true;
         // SAFETY: the descriptor is open while this queue exists, and no memory is passed.
@@ -60,7 +71,7 @@ impl RbdQueue {
     }
 
     fn submit(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> Result<(), Status> {
-        let submission = self.shared.image.submission();
+        let submission = &self.shared.image.submission;
         let (library, image) = (submission.library, submission.image);
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
@@ -118,7 +129,7 @@ impl RbdQueue {
     }
 
     fn fetch(&mut self, cx: &mut DriverContext<'_>) {
-        let submission = self.shared.image.submission();
+        let submission = &self.shared.image.submission;
         let library = submission.library;
         while self.in_flight > 0 {
             let room = self.in_flight.min(self.fetched.len());

@@ -10,32 +10,12 @@ use blkq::{Error, ErrorKind};
 /// name of the pool may contain an `@`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RbdSpec {
-    pool: String,
-    namespace: Option<String>,
-    image: String,
-    snapshot: Option<String>,
-}
-
-impl RbdSpec {
-    /// The name of the pool.
-    pub fn pool(&self) -> &str {
-        &self.pool
-    }
-
-    /// The namespace within the pool; `None` for the default namespace.
-    pub fn namespace(&self) -> Option<&str> {
-        self.namespace.as_deref()
-    }
-
-    /// The name of the image within its namespace.
-    pub fn image(&self) -> &str {
-        &self.image
-    }
-
-    /// The snapshot, if the name has one. A snapshot is read-only.
-    pub fn snapshot(&self) -> Option<&str> {
-        self.snapshot.as_deref()
-    }
+    pub(super) pool: String,
+    /// `None`: the default namespace of the pool.
+    pub(super) namespace: Option<String>,
+    pub(super) image: String,
+    /// A snapshot is read-only.
+    pub(super) snapshot: Option<String>,
 }
 
 impl FromStr for RbdSpec {

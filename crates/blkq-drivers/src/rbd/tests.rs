@@ -124,7 +124,7 @@ fn a_locked_image_is_refused_to_writers_but_not_to_readers() {
 #[ignore = "needs a cluster"]
 fn a_missing_pool_or_image_is_named() {
     let why = |spec: &str| Rbd::open(&options(spec)).err().unwrap();
-    let pool = image().spec.pool().to_owned();
+    let pool = image().spec.pool;
     for (spec, named) in
         [("nowhere-pool/i".to_owned(), "nowhere-pool"), (format!("{pool}/nowhere"), "nowhere")]
     {

@@ -1,14 +1,14 @@
 //! The thread that opens an image, queries the cluster, and closes the image. Each of these calls may block
 //! forever if the cluster does not respond. Other threads wait for this thread with a timeout instead of
-//! calling librbd themselves. The data path never waits for this thread. No model checker runs this code, so
-//! it uses the primitives of the standard library.
+//! calling librbd themselves. The data path never waits for this thread.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use blkq::sync::{Mutex, lock};
 use blkq::{Error, ErrorKind};
 
 use super::image::{Facts, Image, Submission};
@@ -25,7 +25,8 @@ type Job = Box<dyn FnOnce(&Image) + Send>;
 
 /// The thread of an open image. Dropping this value closes the image.
 pub struct ImageThread {
-    submission: Submission,
+    /// The handle for the data path. It is valid until [`ImageThread::close`] or the drop of this value.
+    pub submission: Submission,
     /// Jobs for the thread. `None` after a close was requested: without a sender the thread leaves its loop.
     jobs: Mutex<Option<Sender<Job>>>,
     /// Nothing is ever sent. The channel disconnects when the thread has closed the image.
@@ -98,14 +99,9 @@ impl ImageThread {
     /// # Safety
     /// No [`Submission`] of the image may be used during or after this call.
     pub unsafe fn close(&self) -> bool {
-        drop(locked(&self.jobs).take());
+        drop(lock(&self.jobs).take());
         // A thread that blocks forever is not stopped. The image stays open until the process exits.
-        locked(&self.closed).recv_timeout(CLOSE_TIMEOUT) != Err(RecvTimeoutError::Timeout)
-    }
-
-    /// The handle for the data path. It is valid until [`ImageThread::close`] or the drop of this value.
-    pub fn submission(&self) -> &Submission {
-        &self.submission
+        lock(&self.closed).recv_timeout(CLOSE_TIMEOUT) != Err(RecvTimeoutError::Timeout)
     }
 
     /// Runs `job` on the thread, and waits for its result for at most `timeout`. If the job finishes later,
@@ -124,16 +120,12 @@ impl ImageThread {
             }
         });
         // Sending fails only if the thread has exited. Then `receiver` is disconnected.
-        let _ = locked(&self.jobs).as_ref().map(|jobs| jobs.send(job));
+        let _ = lock(&self.jobs).as_ref().map(|jobs| jobs.send(job));
         receiver.recv_timeout(timeout).unwrap_or_else(|_| {
             let message = format!("the cluster did not answer within {} seconds", timeout.as_secs());
             Err(Error::new(ErrorKind::System, message))
         })
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for ImageThread {
