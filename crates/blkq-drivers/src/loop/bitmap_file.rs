@@ -1,7 +1,7 @@
 //! The file `IMAGE.bitmaps` beside a raw image, which stores its dirty bitmaps in the format of `bitmap_format`. A file
 //! of that name with other content is never written to, because it may be an image.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -51,12 +51,8 @@ impl BitmapFile {
     pub fn open(image: &Path, read_only: bool) -> Result<Option<BitmapFile>, Error> {
         let path = path_for(image);
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-        let opened = File::options().read(true).write(!read_only).custom_flags(flags).open(&path);
-        match opened {
-            Ok(file) => {
-                let opened = BitmapFile::of_open(file, path, read_only)?;
-                opened.check_magic().map(|()| Some(opened))
-            }
+        match File::options().read(true).write(!read_only).custom_flags(flags).open(&path) {
+            Ok(file) => BitmapFile::of_open(file, path, read_only)?.require_magic().map(Some),
             // A file whose name would be too long cannot exist.
             Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
                 Ok(None)
@@ -68,8 +64,7 @@ impl BitmapFile {
     /// Takes `file`, the bitmap file of `image`, which is open for reading and writing, and locks it. Errors
     /// are as for [`BitmapFile::open`].
     pub fn of_image(file: File, image: &Path) -> Result<BitmapFile, Error> {
-        let opened = BitmapFile::of_open(file, path_for(image), false)?;
-        opened.check_magic().map(|()| opened)
+        BitmapFile::of_open(file, path_for(image), false)?.require_magic()
     }
 
     /// Takes `file`, a new bitmap file of `image`, which is open, and locks it. Fails with
@@ -77,24 +72,18 @@ impl BitmapFile {
     /// in use.
     pub fn new(file: File, image: &Path) -> Result<BitmapFile, Error> {
         let created = BitmapFile::of_open(file, path_for(image), false)?;
-        match created.file.metadata() {
-            Ok(metadata) if metadata.len() == 0 => Ok(created),
-            Ok(_) => Err(invalid(format!(
-                "{} is not empty and not a bitmap file of this image",
-                created.path.display()
-            ))
-            .with_cure("remove it")),
-            Err(e) => Err(created.failed("read", e)),
+        if created.metadata()?.len() == 0 {
+            return Ok(created);
         }
+        let message = format!("{} is not empty and not a bitmap file of this image", created.path.display());
+        Err(invalid(message).with_cure("remove it"))
     }
 
     fn of_open(file: File, path: PathBuf, read_only: bool) -> Result<BitmapFile, Error> {
         let opened = BitmapFile { file, path, slot: 0 };
-        let metadata = opened.file.metadata().map_err(|e| opened.failed("read", e))?;
-        if !metadata.is_file() {
-            return Err(
-                invalid(format!("{} is not a regular file", opened.path.display())).with_cure("remove it")
-            );
+        if !opened.metadata()?.is_file() {
+            let message = format!("{} is not a regular file", opened.path.display());
+            return Err(invalid(message).with_cure("remove it"));
         }
         // Locked as an image is, because the file may be an image that is in use.
         lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
@@ -102,9 +91,9 @@ impl BitmapFile {
     }
 
     /// Rejects a file that is not empty and does not begin with the magic.
-    fn check_magic(&self) -> Result<(), Error> {
+    fn require_magic(self) -> Result<BitmapFile, Error> {
         if is_bitmap_file(&self.file).map_err(|e| self.failed("read", e))? {
-            return Ok(());
+            return Ok(self);
         }
         Err(malformed(format!("{} is not a bitmap file; it is left unchanged", self.path.display())))
     }
@@ -113,7 +102,7 @@ impl BitmapFile {
     /// were saved, or if they are still marked as in use. Fails with [`blkq::ErrorKind::Format`] if the file is
     /// damaged or has an unknown version.
     pub fn load(&mut self, fingerprint: ImageFingerprint) -> Result<Vec<Bitmap>, Error> {
-        let bytes = self.file.metadata().map_err(|e| self.failed("read", e))?.len();
+        let bytes = self.metadata()?.len();
         if bytes == 0 {
             return Ok(Vec::new());
         }
@@ -133,21 +122,19 @@ impl BitmapFile {
     }
 
     pub fn is_linked(&self) -> Result<bool, Error> {
-        self.file.metadata().map(|metadata| metadata.nlink() > 0).map_err(|e| self.failed("read", e))
+        Ok(self.metadata()?.nlink() > 0)
     }
 
     /// Fails with [`blkq::ErrorKind::Invalid`] if `other` is another file.
     pub fn check_same(&self, other: &File) -> Result<(), Error> {
-        let identity = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
-        match (identity(&self.file), identity(other)) {
-            (Ok(own), Ok(other)) if own == other => Ok(()),
-            (Ok(_), Ok(_)) => Err(invalid(format!(
-                "{} is not the bitmap file that the device uses, which was moved",
-                self.path.display()
-            ))
-            .with_cure("move that file back")),
-            (Err(e), _) | (_, Err(e)) => Err(self.failed("read", e)),
+        let own = self.metadata()?;
+        let other = other.metadata().map_err(|e| self.failed("read", e))?;
+        if (own.dev(), own.ino()) == (other.dev(), other.ino()) {
+            return Ok(());
         }
+        let shown = self.path.display();
+        let message = format!("{shown} is not the bitmap file that the device uses, which was moved");
+        Err(invalid(message).with_cure("move that file back"))
     }
 
     /// Reserves space for `bitmaps`, so that they can be saved even if the file system is full by then. File
@@ -176,11 +163,8 @@ impl BitmapFile {
     pub fn store(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if bitmaps.is_empty() {
             self.slot = 0;
-            return self
-                .file
-                .set_len(0)
-                .and_then(|()| self.file.sync_data())
-                .map_err(|e| self.failed("write", e));
+            let emptied = self.file.set_len(0).and_then(|()| self.file.sync_data());
+            return emptied.map_err(|e| self.failed("write", e));
         }
         self.reserve(bitmaps, fingerprint)?;
         self.run(store_steps(bitmaps, fingerprint, self.slot))
@@ -196,6 +180,10 @@ impl BitmapFile {
         }
         self.slot += 1;
         Ok(())
+    }
+
+    fn metadata(&self) -> Result<Metadata, Error> {
+        self.file.metadata().map_err(|e| self.failed("read", e))
     }
 
     fn failed(&self, what: &str, e: io::Error) -> Error {

@@ -85,11 +85,10 @@ fn slot_step(
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(flags.to_le_bytes());
-    bytes.extend(number.to_le_bytes());
-    bytes.extend(fingerprint.size.to_le_bytes());
-    bytes.extend(fingerprint.modified.0.to_le_bytes());
-    bytes.extend(fingerprint.modified.1.to_le_bytes());
-    bytes.extend(fingerprint.inode.to_le_bytes());
+    let ImageFingerprint { size, modified: (seconds, nanoseconds), inode } = fingerprint;
+    for word in [number, size, seconds as u64, nanoseconds as u64, inode] {
+        bytes.extend(word.to_le_bytes());
+    }
     bytes.extend((entries.len() as u32).to_le_bytes());
     bytes.extend([0; 12]);
     for (bitmap, bits) in entries {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkq::bitmap::Bitmap;
-use blkq::sync::{Mutex, MutexGuard, lock as locked};
+use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind};
 
 use crate::bitmaps::{BitmapFormat, Loaded};
@@ -17,11 +17,30 @@ use super::fingerprint::ImageFingerprint;
 use super::options::LoopOptions;
 use super::shared::Shared;
 
-/// Where the bitmaps of an image are stored: the bitmap file, `None` if it does not exist yet, or the reason why this
-/// image cannot have one.
-pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
-
 const BLOCK_DEVICE: &str = "it is a block device";
+
+/// Where the bitmaps of an image are stored.
+pub(super) struct Place {
+    /// `None` if the bitmap file does not exist yet, or cannot be used.
+    file: Mutex<Option<BitmapFile>>,
+    /// Why the image cannot have a bitmap file.
+    unsupported: Option<&'static str>,
+}
+
+impl Place {
+    fn unsupported(why: &'static str) -> (Place, Option<String>) {
+        (Place { file: Mutex::new(None), unsupported: Some(why) }, None)
+    }
+
+    /// If the bitmap file cannot be used, also returns a warning.
+    fn of(opened: Result<Option<BitmapFile>, Error>) -> (Place, Option<String>) {
+        let (file, warning) = match opened {
+            Ok(file) => (file, None),
+            Err(error) => (None, Some(format!("no dirty bitmaps are loaded: {error}"))),
+        };
+        (Place { file: Mutex::new(file), unsupported: None }, warning)
+    }
+}
 
 /// Opens the bitmap file of an image. If it cannot be used, it is left unchanged, and a warning is returned.
 pub(super) fn open(options: &LoopOptions, image: &ImageFile) -> (Place, Option<String>) {
@@ -31,12 +50,9 @@ pub(super) fn open(options: &LoopOptions, image: &ImageFile) -> (Place, Option<S
         (options.shared, "it is shared, and other processes may write to it"),
     ];
     if let Some((_, why)) = reasons.into_iter().find(|(is, _)| *is) {
-        return (Err(why), None);
+        return Place::unsupported(why);
     }
-    match BitmapFile::open(&image.path, options.read_only) {
-        Ok(file) => (Ok(Mutex::new(file.map(Box::new))), None),
-        Err(error) => (Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}"))),
-    }
+    Place::of(BitmapFile::open(&image.path, options.read_only))
 }
 
 /// Takes `file`, the open bitmap file of an image that a device of `size` bytes will write to, and marks its
@@ -47,17 +63,17 @@ pub(super) fn take(
     size: u64,
 ) -> Result<(Place, Option<String>), Error> {
     if image.block_device {
-        return Ok((Err(BLOCK_DEVICE), None));
+        return Ok(Place::unsupported(BLOCK_DEVICE));
     }
-    let Some(file) = file else { return Ok((Ok(Mutex::new(None)), None)) };
+    let Some(file) = file else { return Ok(Place::of(Ok(None))) };
     let fingerprint = ImageFingerprint::of(image, size)?;
     let loaded = BitmapFile::of_image(file, &image.path);
     match loaded.and_then(|mut file| file.load(fingerprint).map(|bitmaps| (file, bitmaps))) {
         Ok((mut file, bitmaps)) => {
             file.mark(&bitmaps.iter().collect::<Vec<_>>(), fingerprint)?;
-            Ok((Ok(Mutex::new(Some(Box::new(file)))), None))
+            Ok(Place::of(Ok(Some(file))))
         }
-        Err(error) => Ok((Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}")))),
+        Err(error) => Ok(Place::of(Err(error))),
     }
 }
 
@@ -83,14 +99,10 @@ impl FileBitmaps {
         Ok(fingerprint)
     }
 
-    fn file(&self) -> Option<MutexGuard<'_, Option<Box<BitmapFile>>>> {
-        self.place.as_ref().ok().map(locked)
-    }
-
     /// Fails with [`ErrorKind::Unsupported`] if an image that was opened read-only has bitmaps: they were not
     /// marked as in use when they were loaded, so it must not become writable.
     pub fn check_reopen(&self) -> Result<(), Error> {
-        if !self.is_writable() && self.file().is_some_and(|file| file.is_some()) {
+        if !self.is_writable() && locked(&self.place.file).is_some() {
             return Err(unsupported(format!(
                 "{} has dirty bitmaps and was opened read-only; close it and open it for writing",
                 self.path.display()
@@ -114,12 +126,12 @@ impl BitmapFormat for FileBitmaps {
     }
 
     fn unsupported(&self) -> Option<&str> {
-        self.place.as_ref().err().copied()
+        self.place.unsupported
     }
 
     fn read(&self) -> Result<Loaded<ImageFingerprint>, Error> {
         let is_writable = self.is_writable();
-        let Some(mut place) = self.file() else { return Ok(Loaded::nothing(None)) };
+        let mut place = locked(&self.place.file);
         let Some(file) = &mut *place else { return Ok(Loaded::nothing(None)) };
         let fingerprint = self.fingerprint()?;
         match file.load(fingerprint) {
@@ -139,7 +151,7 @@ impl BitmapFormat for FileBitmaps {
     }
 
     fn mark(&self, fingerprint: ImageFingerprint, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error> {
-        let Some(mut place) = self.file() else { return Ok(None) };
+        let mut place = locked(&self.place.file);
         let Some(file) = &mut *place else { return Ok(None) };
         file.mark(bitmaps, fingerprint)?;
         Ok(file.reserve(bitmaps, fingerprint).err())
@@ -147,27 +159,28 @@ impl BitmapFormat for FileBitmaps {
 
     fn check(&self) -> Result<(), Error> {
         let missing = |why| Err(Error::new(ErrorKind::NotFound, why));
-        match self.file().as_deref() {
-            Some(Some(file)) if file.is_linked()? => Ok(()),
-            Some(Some(_)) => missing("its bitmap file was removed"),
-            _ => missing("it has no bitmap file"),
+        match &*locked(&self.place.file) {
+            Some(file) if file.is_linked()? => Ok(()),
+            Some(_) => missing("its bitmap file was removed"),
+            None => missing("it has no bitmap file"),
         }
     }
 
     /// Uses the new `file`. If the image already has a bitmap file, `file` must be that one.
     fn set_file(&self, file: File, checked: Result<(), Error>) -> Result<(), Error> {
-        match (checked, self.file()) {
-            (Err(error), Some(mut place)) if error.kind() == ErrorKind::NotFound => {
-                *place = Some(Box::new(BitmapFile::new(file, &self.path)?));
+        let mut place = locked(&self.place.file);
+        match checked {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                *place = Some(BitmapFile::new(file, &self.path)?);
                 Ok(())
             }
-            (Ok(()), Some(place)) => place.as_ref().map_or(Ok(()), |own| own.check_same(&file)),
-            (checked, _) => checked,
+            Ok(()) => place.as_ref().map_or(Ok(()), |own| own.check_same(&file)),
+            Err(error) => Err(error),
         }
     }
 
     fn reserve(&self, bitmaps: &[&Bitmap]) -> Result<(), Error> {
-        let Some(mut place) = self.file() else { return Ok(()) };
+        let mut place = locked(&self.place.file);
         let Some(file) = &mut *place else { return Ok(()) };
         let fingerprint = self.fingerprint()?;
         file.reserve(bitmaps, fingerprint)?;
@@ -175,7 +188,7 @@ impl BitmapFormat for FileBitmaps {
     }
 
     fn write(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        let Some(mut place) = self.file() else { return Ok(()) };
+        let mut place = locked(&self.place.file);
         let Some(file) = &mut *place else { return Ok(()) };
         let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
         let fingerprint = if bitmaps.is_empty() { self.fingerprint()? } else { self.final_fingerprint()? };
