@@ -9,7 +9,7 @@
 //! [`blkq`].
 //!
 //! ```no_run
-//! use blkq::Disk;
+//! use blkq::{Disk, Driver};
 //! use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -10,7 +10,7 @@ use blkq::{Error, IoBuffer};
 use crate::errors::unsupported;
 use crate::image_file::{ClientTerms, ImageFile, check_not_longer, choose_mode};
 
-use super::options::LoopOptions;
+use super::options::{LoopOptions, Window};
 use super::{Chosen, LoopDevice, bitmaps};
 
 impl LoopDevice {
@@ -61,16 +61,16 @@ impl LoopDevice {
         }
         image.set_direct(mode.direct.is_some())?;
         let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
+        let path = image.path.clone();
         let chosen = Chosen {
-            logical_block_bytes: block,
+            window: Window { path, offset: 0, logical_block_bytes: block, partial: false },
             mode,
             size,
             synced,
-            tail: None,
             bitmaps,
             warnings: Vec::from_iter(warning),
         };
-        let device = LoopDevice::assemble(image, &options, chosen);
+        let device = LoopDevice::assemble(image, &options, chosen)?;
         // This succeeds, because the new device has no queues yet.
         let _ = device.shared.synced_by_queues[0].set(synced_by_queue);
         Ok(device)

@@ -1,7 +1,7 @@
 //! Loads and saves the persistent dirty bitmaps of a raw image.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use blkq::bitmap::Bitmap;
@@ -79,7 +79,6 @@ pub(super) fn take(
 
 pub(super) struct FileBitmaps {
     pub shared: Arc<Shared>,
-    pub path: PathBuf,
     pub place: Place,
 }
 
@@ -105,7 +104,7 @@ impl FileBitmaps {
         if !self.is_writable() && locked(&self.place.file).is_some() {
             return Err(unsupported(format!(
                 "{} has dirty bitmaps and was opened read-only; close it and open it for writing",
-                self.path.display()
+                self.path().display()
             )));
         }
         Ok(())
@@ -118,7 +117,7 @@ impl BitmapFormat for FileBitmaps {
     const INCONSISTENT: &'static str = "the image was not closed, or another program has written to it";
 
     fn path(&self) -> &Path {
-        &self.path
+        &self.shared.window.path
     }
 
     fn is_writable(&self) -> bool {
@@ -171,7 +170,7 @@ impl BitmapFormat for FileBitmaps {
         let mut place = locked(&self.place.file);
         match checked {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                *place = Some(BitmapFile::new(file, &self.path)?);
+                *place = Some(BitmapFile::new(file, self.path())?);
                 Ok(())
             }
             Ok(()) => place.as_ref().map_or(Ok(()), |own| own.check_same(&file)),

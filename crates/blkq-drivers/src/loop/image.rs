@@ -24,8 +24,9 @@ pub(super) struct Image {
     slot: FileSlot,
     /// The open file that is used for flushes: see [`Shared::synced_by`].
     synced: FileSlot,
-    align: u64,
-    tail: Tail,
+    /// The unit of offsets and lengths in bytes, in which a direct transfer can continue; 1 for buffered I/O.
+    pub align: u64,
+    pub tail: Tail,
     /// Whether the kernel supports vectored calls on registered memory (Linux 6.15).
     vectors_registered: bool,
     /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. The array stays uninitialised, so
@@ -46,7 +47,7 @@ impl Image {
         let synced = shared.synced_by(queue)?.as_fd();
         let mut slot = ring.register_file(settings.file.ring_file())?;
         let mut synced = ring.register_file(synced).inspect_err(|_| ring.unregister_file(&mut slot))?;
-        let tail = Tail::open(settings.tail, settings.direct, ring).inspect_err(|_| {
+        let tail = Tail::open(settings.tail, ring).inspect_err(|_| {
             ring.unregister_file(&mut slot);
             ring.unregister_file(&mut synced);
         })?;
@@ -67,7 +68,7 @@ impl Image {
     /// cannot be registered with the ring, the old file stays in use.
     pub fn reload(&mut self, settings: QueueSettings, cx: &mut DriverContext<'_>) -> Result<(), Error> {
         self.align = settings.align;
-        let tail = self.tail.reload(settings.tail, settings.direct, cx.registrar());
+        let tail = self.tail.reload(settings.tail, cx.registrar());
         if !Arc::ptr_eq(&self.file, &settings.file)
             && let Some(mut ring) = cx.registrar()
         {
@@ -90,19 +91,6 @@ impl Image {
     pub fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.iovecs));
         std::mem::forget(std::mem::replace(&mut self.scratch, IoBuffer::zeroed(0)));
-    }
-
-    /// The unit of offsets and lengths in bytes, in which a direct transfer can continue; 1 for buffered I/O.
-    pub fn align(&self) -> u64 {
-        self.align
-    }
-
-    pub fn tail(&self) -> &Tail {
-        &self.tail
-    }
-
-    pub fn has_tail(&self, request: &Request) -> bool {
-        self.tail.is_reached_by(request)
     }
 
     /// Whether writes, or at least those to the tail, go through the page cache.
@@ -128,12 +116,14 @@ impl Image {
         let request = cx.request(first);
         let (operation, flags) = (request.operation(), request.flags());
         let bytes = self.bytes(request);
-        let offset = shared.offset + request.offset() + done;
+        let offset = shared.window.offset + request.offset() + done;
         let file = cx.file(&self.slot);
         let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
         let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         match operation {
-            Operation::Flush => self.sync_entry(cx),
+            Operation::Flush => {
+                opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
+            }
             Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, done),
             Operation::WriteZeroes if done > 0 => self.end_entry(cx, cx.request(first), offset),
             Operation::Discard => {
@@ -168,10 +158,6 @@ impl Image {
         if self.tail.is_reached_by(request) { 1 } else { self.align }
     }
 
-    fn sync_entry(&self, cx: &DriverContext<'_>) -> squeue::Entry {
-        opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
-    }
-
     /// The submission that transfers `tags` from byte `done`, which is at `offset` of the file. If there are more
     /// segments than the arguments have room for, the call is shorter, and continues as after a short transfer.
     fn transfer_entry(
@@ -185,17 +171,20 @@ impl Image {
         let has_tail = self.tail.is_reached_by(request);
         let apart = if has_tail { self.tail.slot(request, done) } else { None };
         let file = cx.file(apart.unwrap_or(&self.slot));
-        let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
         let read = request.operation() == Operation::Read;
+        let is_durable = !read && request.flags().contains(BioFlags::FUA);
+        let rw_flags = if is_durable { libc::RWF_DSYNC } else { 0 };
+        macro_rules! transfer {
+            ($opcode:ident, $($argument:expr),+) => {
+                opcode::$opcode::new(file, $($argument),+).offset(offset).rw_flags(rw_flags).build()
+            };
+        }
         if let Some(pages) = cx.kernel_pages(tags[0]) {
             let rest = pages.part(done as u32, pages.len() - done as u32);
-            let (place, len, index) =
-                (std::ptr::without_provenance_mut(rest.offset() as usize), rest.len(), rest.index());
+            let place = std::ptr::without_provenance_mut(rest.offset() as usize);
             return match read {
-                true => opcode::ReadFixed::new(file, place, len, index).offset(offset).build(),
-                false => {
-                    opcode::WriteFixed::new(file, place, len, index).offset(offset).rw_flags(rw_flags).build()
-                }
+                true => transfer!(ReadFixed, place, rest.len(), rest.index()),
+                false => transfer!(WriteFixed, place, rest.len(), rest.index()),
             };
         }
         let room = usize::from(SEGMENTS_MAX);
@@ -232,23 +221,14 @@ impl Image {
         let is_reached = count == 1 || together && self.vectors_registered;
         let registered = if is_reached { cx.registered_buffer(&only) } else { None };
         match (read, count, registered) {
-            (true, 1, Some(index)) => opcode::ReadFixed::new(file, ptr, len, index).offset(offset).build(),
-            (true, 1, None) => opcode::Read::new(file, ptr, len).offset(offset).build(),
-            (true, _, Some(index)) => {
-                opcode::ReadvFixed::new(file, vectors, count as u32, index).offset(offset).build()
-            }
-            (true, _, None) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
-            (false, 1, Some(index)) => {
-                opcode::WriteFixed::new(file, ptr, len, index).offset(offset).rw_flags(rw_flags).build()
-            }
-            (false, 1, None) => opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build(),
-            (false, _, Some(index)) => opcode::WritevFixed::new(file, vectors, count as u32, index)
-                .offset(offset)
-                .rw_flags(rw_flags)
-                .build(),
-            (false, _, None) => {
-                opcode::Writev::new(file, vectors, count as u32).offset(offset).rw_flags(rw_flags).build()
-            }
+            (true, 1, Some(index)) => transfer!(ReadFixed, ptr, len, index),
+            (true, 1, None) => transfer!(Read, ptr, len),
+            (true, _, Some(index)) => transfer!(ReadvFixed, vectors, count as u32, index),
+            (true, _, None) => transfer!(Readv, vectors, count as u32),
+            (false, 1, Some(index)) => transfer!(WriteFixed, ptr, len, index),
+            (false, 1, None) => transfer!(Write, ptr, len),
+            (false, _, Some(index)) => transfer!(WritevFixed, vectors, count as u32, index),
+            (false, _, None) => transfer!(Writev, vectors, count as u32),
         }
     }
 }

@@ -28,7 +28,6 @@ pub(super) mod tests;
 mod writer;
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use blkq::bitmap::BitmapStore;
@@ -67,13 +66,11 @@ fn tail_file(file: &ImageFile, writable: bool) -> Result<Arc<ImageFile>, Error> 
 }
 
 struct Chosen {
-    logical_block_bytes: u32,
+    window: Window,
     mode: Mode,
     size: u64,
     /// See [`Shared::synced`].
     synced: ImageFile,
-    /// See [`State::tail`].
-    tail: Option<Arc<ImageFile>>,
     bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
@@ -82,8 +79,6 @@ struct Chosen {
 pub struct LoopDevice {
     shared: Arc<Shared>,
     name: ImageName,
-    path: PathBuf,
-    partial: bool,
     shared_use: bool,
     /// Another driver in this process uses the open file and its locks, so this one must not release them.
     superseded: AtomicBool,
@@ -120,7 +115,8 @@ impl LoopDevice {
         let file_size = image.size()?;
         // A block device consists of whole blocks.
         let partial = options.partial_block && !image.block_device;
-        let window = Window { path: &image.path, offset: options.offset, logical_block_bytes, partial };
+        let path = image.path.clone();
+        let window = Window { path, offset: options.offset, logical_block_bytes, partial };
         let (size, left_out) = window.capacity(file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
@@ -142,21 +138,18 @@ impl LoopDevice {
         let (bitmaps, warning) = bitmaps::open(options, &image);
         warnings.extend(warning);
         let synced = image.reopen(false)?;
-        let tail = partial.then(|| tail_file(&image, !options.read_only)).transpose()?;
-        let chosen = Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings };
-        Ok(LoopDevice::assemble(image, options, chosen))
+        LoopDevice::assemble(image, options, Chosen { window, mode, size, synced, bitmaps, warnings })
     }
 
-    fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
-        let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
-        let partial = tail.is_some();
+    fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> Result<LoopDevice, Error> {
+        let Chosen { window, mode, size, synced, bitmaps, warnings } = chosen;
+        let tail = window.partial.then(|| tail_file(&image, !options.read_only)).transpose()?;
         let (block_device, discards) = (image.block_device, image.discards);
         // The kernel rejects fallocate(2) on a part of a block of a block device.
-        let takes_any_sector = !block_device || image.logical_block <= logical_block_bytes;
-        let (name, path) = (ImageName::new(&image.path), image.path.clone());
+        let takes_any_sector = !block_device || image.logical_block <= window.logical_block_bytes;
+        let name = ImageName::new(&image.path);
         let shared = Shared {
-            offset: options.offset,
-            logical_block_bytes,
+            window,
             discard_unit: if takes_any_sector { 1 } else { u64::from(image.logical_block) },
             cache_unit: u64::from(image.physical_block).max(rustix::param::page_size() as u64),
             block_device,
@@ -183,25 +176,15 @@ impl LoopDevice {
             zeroes_no_unmap: AtomicBool::new(takes_any_sector),
         };
         let shared = Arc::new(shared);
-        let bitmaps = FileBitmaps { shared: Arc::clone(&shared), path: path.clone(), place: bitmaps };
-        LoopDevice {
+        let bitmaps = FileBitmaps { shared: Arc::clone(&shared), place: bitmaps };
+        Ok(LoopDevice {
             shared,
             name,
-            path,
-            partial,
             shared_use: options.shared,
             superseded: AtomicBool::new(false),
             bitmaps: ImageBitmaps(bitmaps),
             warnings,
-        }
-    }
-
-    /// Warnings for the user about how the image is open now, one line each.
-    pub fn warnings(&self) -> Vec<String> {
-        let state = locked(&self.shared.state);
-        let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
-            .then(|| format!("direct I/O is off: {}", state.mode.reason));
-        buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
+        })
     }
 
     pub(crate) fn identity(&self) -> (u64, u64) {
@@ -217,17 +200,12 @@ impl LoopDevice {
         &self.shared.counters
     }
 
-    fn window(&self) -> Window<'_> {
-        let Shared { offset, logical_block_bytes, .. } = *self.shared;
-        Window { path: &self.path, offset, logical_block_bytes, partial: self.partial }
-    }
-
     /// Makes all writes durable. The sync runs without the lock on the state, so it delays no reader of the state.
     /// If a sync of the page cache has failed once, every later one fails, too: see `flushed` in `outcome`.
     pub(crate) fn sync(&self) -> Result<(), Error> {
-        let (shared, path) = (&self.shared, self.path.display());
+        let (shared, path) = (&self.shared, self.shared.window.path.display());
         // The last bytes may go through the page cache although the rest uses direct I/O.
-        let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
+        let buffered = shared.window.partial || locked(&shared.state).mode.direct.is_none();
         if let Err(e) = shared.synced.sync() {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
@@ -240,13 +218,8 @@ impl LoopDevice {
     }
 
     fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
-        choose_mode(
-            requested,
-            &self.file().direct,
-            &self.path,
-            self.shared.logical_block_bytes,
-            self.shared.offset,
-        )
+        let Window { path, offset, logical_block_bytes, .. } = &self.shared.window;
+        choose_mode(requested, &self.file().direct, path, *logical_block_bytes, *offset)
     }
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
@@ -260,10 +233,10 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// The size of the device after a resize: `bytes`, or, if that is `None`, the size that follows from a file of
-    /// `file_size` bytes.
-    fn size_after_resize(&self, state: &State, file_size: u64, bytes: Option<u64>) -> Result<u64, Error> {
-        let window = self.window();
+    /// The size of the file, and the size of the device after a resize: `bytes`, or, if that is `None`, the size that
+    /// follows from the file.
+    fn sizes_after_resize(&self, state: &State, bytes: Option<u64>) -> Result<(u64, u64), Error> {
+        let (window, file_size) = (&self.shared.window, state.file.size()?);
         let (size, _) = match bytes {
             None => {
                 // If the file has shrunk below the limit, the device ends with the file.
@@ -273,7 +246,7 @@ impl LoopDevice {
             }
             Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?,
         };
-        Ok(size)
+        Ok((file_size, size))
     }
 
     /// The image as the backing file of an overlay, after all writes were made durable. The disk must be
@@ -281,19 +254,17 @@ impl LoopDevice {
     /// read-only, or ends within a sector, and with [`ErrorKind::Mismatch`] if the image was truncated.
     pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
         let image = {
-            let state = locked(&self.shared.state);
-            let block = self.shared.logical_block_bytes;
+            let (state, window) = (locked(&self.shared.state), &self.shared.window);
+            let block = window.logical_block_bytes;
+            let is_part = window.offset != 0 || state.size_limit.is_some();
             let refused = [
-                (
-                    self.shared.offset != 0 || state.size_limit.is_some(),
-                    "the device serves only a part of it",
-                ),
+                (is_part, "the device serves only a part of it"),
                 (self.shared_use, "it is shared, and other processes may write to it"),
                 (state.read_only || !state.writable, "it is read-only, so nothing in it changes"),
                 (!state.size.is_multiple_of(u64::from(block)), "its size is not a whole number of sectors"),
             ];
             if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
-                let message = format!("{} cannot become a backing file: {why}", self.path.display());
+                let message = format!("{} cannot become a backing file: {why}", window.path.display());
                 return Err(unsupported(message));
             }
             state.file.check_not_truncated(state.size)?;
@@ -340,6 +311,8 @@ impl Driver for LoopDevice {
 
     fn limits(&self) -> QueueLimits {
         let state = locked(&self.shared.state);
+        let block = self.shared.window.logical_block_bytes;
+        let discard_unit = block.max(self.shared.discard_unit as u32);
         // Relaxed, as for all flags of what the file system supports: each flag is independent and only ever
         // becomes false. A stale value costs one more failed attempt.
         let max_bytes = |supported: &AtomicBool| {
@@ -347,23 +320,19 @@ impl Driver for LoopDevice {
         };
         // Kernels before 6.18 require the alignment of the file offset for the length of each segment, too.
         let memory_align = state.mode.direct.map_or(1, DirectAlign::largest);
-        let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.logical_block_bytes));
+        let capacity_bytes = state.size.next_multiple_of(u64::from(block));
         QueueLimits {
             capacity_bytes,
             padding_bytes: (capacity_bytes - state.size) as u32,
-            logical_block_bytes: self.shared.logical_block_bytes,
-            physical_block_bytes: state.file.physical_block.max(self.shared.logical_block_bytes),
+            logical_block_bytes: block,
+            physical_block_bytes: state.file.physical_block.max(block),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align,
             // The driver zeroes the padding after the last bytes, which it cannot do in pages of the kernel.
-            kernel_pages: !self.partial,
+            kernel_pages: !self.shared.window.partial,
             max_discard_bytes: max_bytes(&self.shared.discards),
-            discard_granularity: state
-                .file
-                .discard_granularity
-                .max(self.shared.logical_block_bytes)
-                .max(self.shared.discard_unit as u32),
+            discard_granularity: state.file.discard_granularity.max(discard_unit),
             discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: max_bytes(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: max_bytes(&self.shared.zeroes_no_unmap),
@@ -397,19 +366,16 @@ impl Driver for LoopDevice {
         if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
-        let block_bytes = u64::from(self.shared.logical_block_bytes);
-        file.extents(self.shared.offset, block_bytes, range, max, query_until_ns())
+        let Window { offset, logical_block_bytes, .. } = self.shared.window;
+        file.extents(offset, u64::from(logical_block_bytes), range, max, query_until_ns())
             .map_err(|e| file.failed("read the extents of", e))
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
-        match self.loop_setting(setting)? {
+        if let LoopSetting::DirectIo(requested) = self.loop_setting(setting)? {
+            self.choose_mode(requested)?;
             // Writes back most dirty pages before the freeze, so that the sync under the freeze is short.
-            LoopSetting::DirectIo(requested) => {
-                self.choose_mode(requested)?;
-                self.sync()?;
-            }
-            LoopSetting::Dispatch(_) => {}
+            self.sync()?;
         }
         Ok(Change::Frozen)
     }
@@ -435,7 +401,8 @@ impl Driver for LoopDevice {
         if read_only == state.read_only {
             return Ok(());
         }
-        let range = self.shared.offset..self.shared.offset + state.size;
+        let start = self.shared.window.offset;
+        let range = start..start + state.size;
         let relock = |file: &ImageFile, kind| file.lock(&range, kind, self.shared_use);
         if self.shared_use && (read_only || state.writable) {
             // A shared device has the same lock for reading and for writing.
@@ -445,7 +412,7 @@ impl Driver for LoopDevice {
             relock(&state.file, LockKind::Exclusive).inspect_err(|_| state.file.downgrade(&range))?;
         } else {
             let file = state.file.reopen(true)?;
-            let tail = self.partial.then(|| tail_file(&file, true)).transpose()?;
+            let tail = self.shared.window.partial.then(|| tail_file(&file, true)).transpose()?;
             file.set_direct(state.mode.direct.is_some())?;
             // The locks of the two open file descriptions conflict with each other, and the image must not be
             // unlocked in between. So the new one first takes a reader's lock beside the old one's.
@@ -465,20 +432,18 @@ impl Driver for LoopDevice {
     }
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        let state = locked(&self.shared.state);
-        let file_size = state.file.size()?;
-        self.size_after_resize(&state, file_size, bytes)
+        Ok(self.sizes_after_resize(&locked(&self.shared.state), bytes)?.1)
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         let mut state = locked(&self.shared.state);
-        let file_size = state.file.size()?;
-        let size = self.size_after_resize(&state, file_size, bytes)?;
-        let window = self.window();
+        let (file_size, size) = self.sizes_after_resize(&state, bytes)?;
+        let window = &self.shared.window;
         let (old_end, end) = (window.offset + state.size, window.offset + size);
         if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
-            let message = format!("{} ends at byte {file_size} and cannot grow: {why}", self.path.display());
+            let message =
+                format!("{} ends at byte {file_size} and cannot grow: {why}", window.path.display());
             return Err(unsupported(message));
         }
         let kind = LockKind::of(state.read_only, self.shared_use);
@@ -487,7 +452,7 @@ impl Driver for LoopDevice {
             && let Err(e) = state.file.set_size(end)
         {
             state.file.unlock(&(old_end.min(end)..end));
-            let message = format!("cannot extend {} to {end} bytes", self.path.display());
+            let message = format!("cannot extend {} to {end} bytes", window.path.display());
             return Err(Error::system(message, e).with_cure("choose a smaller size"));
         }
         state.file.unlock(&(end..old_end.max(end)));
@@ -503,7 +468,10 @@ impl Driver for LoopDevice {
     }
 
     fn warnings(&self) -> Vec<String> {
-        LoopDevice::warnings(self)
+        let state = locked(&self.shared.state);
+        let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
+            .then(|| format!("direct I/O is off: {}", state.mode.reason));
+        buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
@@ -520,7 +488,7 @@ impl Driver for LoopDevice {
             ("backing-file", self.name.now(&state.file)),
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
-            ("offset", self.shared.offset.to_string()),
+            ("offset", self.shared.window.offset.to_string()),
             ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
             ("direct-io-requested", state.requested.name().to_owned()),
             ("direct-io", effective.to_owned()),

@@ -1,6 +1,6 @@
 //! The options of a loop device, and the checks and choices that follow from them for a given image.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use blkq::text::shell_word;
 use blkq::{DriverSetting, Error};
@@ -97,21 +97,23 @@ impl DriverSetting for LoopSetting {
 }
 
 /// The part of an image that is served.
-pub(super) struct Window<'a> {
-    pub path: &'a Path,
+pub(super) struct Window {
+    pub path: PathBuf,
+    /// Offset of the device in the file, in bytes.
     pub offset: u64,
     pub logical_block_bytes: u32,
+    /// The device may end within a sector.
     pub partial: bool,
 }
 
-impl Window<'_> {
+impl Window {
     /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not
     /// fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
     pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
         let (path, offset, logical_block_bytes) =
             (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
         if file_size == 0 {
-            let word = shell_word(self.path);
+            let word = shell_word(&self.path);
             return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {word}`")));
         }
         let available = file_size.saturating_sub(offset);

@@ -24,7 +24,7 @@ pub(super) fn of(
     result: i32,
 ) -> Option<IoResult> {
     let request = cx.request(tags[0]);
-    let (operation, has_tail) = (request.operation(), image.has_tail(request));
+    let (operation, has_tail) = (request.operation(), image.tail.is_reached_by(request));
     let progress = Progress::load(cx.pdu(tags[0]));
     if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
         return again(counters, cx, tags[0], progress, Status::Resource);
@@ -42,17 +42,17 @@ pub(super) fn of(
     let reached = progress.done + result as u64;
     if reached >= total {
         if has_tail && operation == Operation::Read {
-            image.tail().clear_padding(cx, tags[0]);
+            image.tail.clear_padding(cx, tags[0]);
         }
         return Some(Ok(()));
     }
     // A request that reaches the tail takes two calls; ending at the boundary is not a short transfer.
-    if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
+    if !has_tail || reached < image.tail.until(cx.request(tags[0]), progress.done) {
         add(&counters.short_transfers, 1);
     }
     // Direct I/O can continue only at a multiple of its alignment, so the bytes beyond the last multiple are
     // transferred again.
-    let done = reached - reached % image.align();
+    let done = reached - reached % image.align;
     if done > progress.done {
         Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));
         return None;

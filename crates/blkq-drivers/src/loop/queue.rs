@@ -256,7 +256,7 @@ impl LoopQueue {
         let joinable = |tag: Tag| {
             let request = cx.request(tag);
             let alone = request.flags().intersects(BioFlags::FUA | BioFlags::NO_MERGE);
-            let alone = alone || self.image.has_tail(request);
+            let alone = alone || self.image.tail.is_reached_by(request);
             request.operation() == Operation::Write && !alone
         };
         let first = tags[0];
@@ -349,10 +349,7 @@ unsafe impl DriverQueue for LoopQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        match self.token {
-            Token::Waiting(again_ns) => Some(again_ns),
-            _ => None,
-        }
+        if let Token::Waiting(again_ns) = self.token { Some(again_ns) } else { None }
     }
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {

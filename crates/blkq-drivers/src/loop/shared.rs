@@ -12,7 +12,7 @@ use blkq::{Error, Wake};
 use crate::image_file::{DirectIo, ImageFile, Mode};
 
 use super::counters::LoopCounters;
-use super::options::Dispatch;
+use super::options::{Dispatch, Window};
 use super::tail::TailSettings;
 use super::writer::{QUEUES_MAX, WriterToken};
 
@@ -36,9 +36,7 @@ pub(super) enum Turns {
 }
 
 pub(super) struct Shared {
-    /// Offset of the device in the file, in bytes.
-    pub offset: u64,
-    pub logical_block_bytes: u32,
+    pub window: Window,
     /// Discards are narrowed to whole units of this many bytes: the logical block of a block device if that is
     /// larger than the device's sector, else 1.
     pub discard_unit: u64,
@@ -85,7 +83,6 @@ pub(super) struct State {
 pub(super) struct QueueSettings {
     pub file: Arc<ImageFile>,
     pub align: u64,
-    pub direct: bool,
     pub tail: TailSettings,
     pub read_only: bool,
     pub turns: Turns,
@@ -95,6 +92,12 @@ pub(super) struct QueueSettings {
 impl Shared {
     pub fn queue_settings(&self) -> QueueSettings {
         let state = locked(&self.state);
+        let tail = TailSettings {
+            begin: self.tail_begin(&state),
+            size: state.size,
+            direct: state.mode.direct.is_some(),
+            file: state.tail.clone(),
+        };
         let turns = match (state.dispatch, &state.mode.direct) {
             (Dispatch::Serial, _) => Turns::All,
             (Dispatch::Concurrent, None) => Turns::Writes,
@@ -104,8 +107,7 @@ impl Shared {
         // (IO_WQ_HASHED), so several can be submitted. In all other cases the driver queues them itself.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
         QueueSettings {
-            direct: state.mode.direct.is_some(),
-            tail: TailSettings { begin: self.tail_begin(&state), size: state.size, file: state.tail.clone() },
+            tail,
             calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
@@ -127,10 +129,11 @@ impl Shared {
 
     /// See [`TailSettings::begin`].
     fn tail_begin(&self, state: &State) -> u64 {
-        let rest = state.size % u64::from(self.logical_block_bytes);
+        let rest = state.size % u64::from(self.window.logical_block_bytes);
+        let start = self.window.offset;
         match state.mode.direct {
             _ if rest == 0 => u64::MAX,
-            Some(_) => ((self.offset + state.size) & !(self.cache_unit - 1)).saturating_sub(self.offset),
+            Some(_) => ((start + state.size) & !(self.cache_unit - 1)).saturating_sub(start),
             None => state.size - rest,
         }
     }
@@ -138,7 +141,7 @@ impl Shared {
     /// The whole units of a discard, as a range of the file; it may be empty. `offset` is in bytes of the
     /// device.
     pub fn discard_range(&self, offset: u64, bytes: u64) -> Range<u64> {
-        let start = self.offset + offset;
+        let start = self.window.offset + offset;
         let end = start + bytes;
         let first = start.next_multiple_of(self.discard_unit);
         first..(end - end % self.discard_unit).max(first)

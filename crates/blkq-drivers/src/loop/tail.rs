@@ -23,38 +23,31 @@ pub(super) struct TailSettings {
     /// the end. `u64::MAX` if the size is a multiple of the sector size.
     pub begin: u64,
     pub size: u64,
+    /// The rest of the device uses direct I/O.
+    pub direct: bool,
     pub file: Option<Arc<ImageFile>>,
 }
 
 pub(super) struct Tail {
     settings: TailSettings,
-    direct: bool,
     slot: Option<FileSlot>,
 }
 
 impl Tail {
-    /// `direct`: the rest of the device uses direct I/O.
-    pub fn open(settings: TailSettings, direct: bool, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
+    pub fn open(settings: TailSettings, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
         let slot = settings.file.as_ref().map(|file| ring.register_file(file.ring_file())).transpose()?;
-        Ok(Tail { settings, direct, slot })
+        Ok(Tail { settings, slot })
     }
 
     /// If a new file cannot be registered with the ring, the old file stays registered, but the new size
     /// applies.
-    pub fn reload(
-        &mut self,
-        settings: TailSettings,
-        direct: bool,
-        ring: Option<Registrar<'_>>,
-    ) -> Result<(), Error> {
-        let same = match (&self.settings.file, &settings.file) {
-            (Some(old), Some(new)) => Arc::ptr_eq(old, new),
-            (old, new) => old.is_none() && new.is_none(),
-        };
+    pub fn reload(&mut self, settings: TailSettings, ring: Option<Registrar<'_>>) -> Result<(), Error> {
+        let pointer = |settings: &TailSettings| settings.file.as_ref().map(Arc::as_ptr);
+        let same = pointer(&self.settings) == pointer(&settings);
         // The new size applies even if the registration below fails.
-        (self.settings.begin, self.settings.size, self.direct) = (settings.begin, settings.size, direct);
+        self.settings = TailSettings { file: self.settings.file.take(), ..settings.clone() };
         if let Some(mut ring) = ring.filter(|_| !same) {
-            let new = Tail::open(settings.clone(), direct, &mut ring)?;
+            let new = Tail::open(settings.clone(), &mut ring)?;
             std::mem::replace(self, new).close(&mut ring);
         }
         self.settings = settings;
@@ -94,11 +87,11 @@ impl Tail {
 
     /// The buffered file, if the call that continues `request` at byte `done` must use it.
     pub fn slot(&self, request: &Request, done: u64) -> Option<&FileSlot> {
-        self.slot.as_ref().filter(|_| self.direct && self.is_apart(request, done))
+        self.slot.as_ref().filter(|_| self.settings.direct && self.is_apart(request, done))
     }
 
     fn is_apart(&self, request: &Request, done: u64) -> bool {
-        !self.direct || request.offset() + done >= self.settings.begin
+        !self.settings.direct || request.offset() + done >= self.settings.begin
     }
 
     /// Zeroes the memory of a read beyond the end of the device. The request must reach the tail.
