@@ -28,11 +28,13 @@ pub enum OutputError {
     Failed(Failure),
 }
 
+/// Appends an item to the encoded bytes.
+type Encode = Box<dyn FnMut(&Item, &mut Vec<u8>)>;
+
 pub enum Output {
     /// Lines or a binary stream on standard output.
     Stdout {
-        /// Appends an item to the bytes.
-        encode: Box<dyn FnMut(&Item, &mut Vec<u8>)>,
+        encode: Encode,
         /// Encoded items that have not been written yet.
         bytes: Vec<u8>,
     },

@@ -13,9 +13,10 @@ pub struct RbdSpec {
     pub(super) pool: String,
     /// `None`: the default namespace of the pool.
     pub(super) namespace: Option<String>,
-    pub(super) image: String,
+    /// The name without the pool and the namespace.
+    pub image: String,
     /// A snapshot is read-only.
-    pub(super) snapshot: Option<String>,
+    pub snapshot: Option<String>,
 }
 
 impl FromStr for RbdSpec {

@@ -402,9 +402,9 @@ impl AttachOptions {
     pub fn default_name(&self) -> String {
         match &self.image {
             DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            DriverSpec::Rbd(spec) => match spec.snapshot() {
-                Some(snapshot) => format!("{}@{snapshot}", spec.image()),
-                None => spec.image().to_owned(),
+            DriverSpec::Rbd(spec) => match &spec.snapshot {
+                Some(snapshot) => format!("{}@{snapshot}", spec.image),
+                None => spec.image.clone(),
             },
             DriverSpec::Null(_) => "null".to_owned(),
             DriverSpec::Ram(_) => "ram".to_owned(),
