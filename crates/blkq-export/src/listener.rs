@@ -68,7 +68,7 @@ pub(crate) struct ListenAddress {
     pub is_inherited: bool,
     /// The socket is connected to the only client.
     pub is_connected: bool,
-    /// The name of the unix socket, if every user of this machine can connect to it.
+    /// The name of the unix socket, if every user of this machine could connect to it when the server opened it.
     pub open_to_all: Option<String>,
 }
 
@@ -306,7 +306,7 @@ impl Listener {
         self.listen_address.tcp
     }
 
-    /// The name of the unix socket, if every user of this machine can connect to it.
+    /// The name of the unix socket, if every user of this machine could connect to it when the server opened it.
     pub fn open_to_all_users(&self) -> Option<String> {
         self.listen_address.open_to_all.clone()
     }

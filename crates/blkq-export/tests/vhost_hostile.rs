@@ -44,6 +44,7 @@ fn messages_that_violate_the_protocol_close_the_connection() {
         ([RESET_DEVICE, 1, 0], vec![], vec![]),
         ([GET_STATUS, 1, 0], vec![], vec![]),
         ([GET_INFLIGHT_FD, 1, 24], vec![1; 24], vec![]),
+        ([SET_BACKEND_REQ_FD, 1, 0], vec![], vec![]),
         // Missing or superfluous descriptors.
         ([SET_VRING_KICK, 1, 8], longs(&[0]), vec![]),
         ([SET_VRING_CALL, 1, 8], longs(&[1 << 8]), vec![event]),
@@ -52,7 +53,6 @@ fn messages_that_violate_the_protocol_close_the_connection() {
         ([SET_MEM_TABLE, 1, 40], [words(&[1, 0]), region.clone()].concat(), vec![]),
         ([SET_MEM_TABLE, 1, 40], [words(&[1, 0]), region.clone()].concat(), vec![file, file]),
         ([SET_MEM_TABLE, 1, 8], words(&[u32::MAX, 0]), vec![]),
-        ([SET_BACKEND_REQ_FD, 1, 0], vec![], vec![]),
         // Invalid files, rings and values.
         ([SET_VRING_KICK, 1, 8], longs(&[0]), vec![file]),
         ([SET_VRING_KICK, 1, 8], longs(&[64]), vec![event]),

@@ -98,7 +98,8 @@ impl WrappedQueue {
     }
 
     /// Calls the wrapped queue with its own view of the block layer, which consists of disjoint parts of the
-    /// wrapping queue's view. Only requests that were prepared may be offered to the queue.
+    /// wrapping queue's view. Only requests that were prepared may be offered to the queue, and `call` may use the
+    /// view for nothing but this.
     pub fn call<R>(
         &mut self,
         cx: &mut DriverContext<'_>,

@@ -37,7 +37,7 @@ pub(super) enum Plan {
     Answer(Result<(), NbdError>),
     /// Read these blocks, or receive the payload of a write into a buffer for these blocks.
     Transfer(Range<u64>),
-    /// Submit this operation, which has no data, on this range. Only write zeroes may end within a block.
+    /// Submit this operation, which has no data, on this range. Only write zeroes may begin or end within a block.
     Submit(Operation, Range<u64>),
     /// Query the extents of the range.
     Extents,

@@ -86,7 +86,7 @@ impl NbdServer {
         lock(&self.listen_address).as_ref()?.on_loopback()
     }
 
-    /// The path of the unix socket, if every user of this machine can connect to it.
+    /// The path of the unix socket, if every user of this machine could connect to it when the server opened it.
     pub fn open_to_all_users(&self) -> Option<String> {
         lock(&self.listen_address).as_ref()?.open_to_all.clone()
     }

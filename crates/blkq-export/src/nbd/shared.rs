@@ -117,11 +117,14 @@ impl EngineShared {
     /// Returns the time if a check of the deadlines is due. The caller must then schedule all deadlines again. The
     /// clock is read only if there is a deadline.
     pub fn take_deadline(&mut self, cx: &SourceContext<'_>) -> Option<u64> {
-        if self.deadline_ns == u64::MAX || cx.now_ns() < self.deadline_ns {
+        if self.deadline_ns == u64::MAX {
             return None;
         }
-        self.deadline_ns = u64::MAX;
-        Some(cx.now_ns())
+        let now_ns = cx.now_ns();
+        (now_ns >= self.deadline_ns).then(|| {
+            self.deadline_ns = u64::MAX;
+            now_ns
+        })
     }
 
     pub fn deadline_ns(&self) -> u64 {

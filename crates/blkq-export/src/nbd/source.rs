@@ -155,17 +155,23 @@ impl NbdSource {
             self.connections.push(None);
             self.connections.len() - 1
         });
-        let (options, peer) = (&self.shared.options, peer_name(&socket));
-        let stream =
-            if self.stopping { None } else { Stream::new(slot as u32, socket, options.tls.as_ref()) };
-        let Some(stream) = stream else {
-            self.loads[self.engine].fetch_sub(1, Relaxed);
-            if !self.stopping {
-                self.registry.report(Reason::NoMemory, || peer);
-            }
-            return self.registry.reject_admitted();
+        let (options, stopping) = (&self.shared.options, self.stopping);
+        let stream = match stopping {
+            true => Err(socket),
+            false => Stream::new(slot as u32, socket, options.tls.as_ref()),
         };
-        let status = self.registry.register(peer);
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(socket) => {
+                self.loads[self.engine].fetch_sub(1, Relaxed);
+                if !stopping {
+                    self.registry.report(Reason::NoMemory, || peer_name(&socket));
+                }
+                // The socket closes afterwards: a client that connects again must find its place free.
+                return self.registry.reject_admitted();
+            }
+        };
+        let status = self.registry.register(peer_name(stream.socket()));
         let unaligned = self.shared.options.unaligned.is_some();
         let exports = self.shared.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);

@@ -57,15 +57,15 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Returns `None` without memory.
-    pub fn new(slot: u32, socket: OwnedFd, tls: Option<&TlsOptions>) -> Option<Stream> {
-        let input = try_zeroed(INPUT_BUFFER_BYTES)?;
-        let tls_offered = match tls {
-            Some(tls) => Some(Box::new(Tls::new(&tls.certificates)?)),
-            None => None,
+    /// Returns the socket if there is no memory.
+    pub fn new(slot: u32, socket: OwnedFd, tls: Option<&TlsOptions>) -> Result<Stream, OwnedFd> {
+        let Some(input) = try_zeroed(INPUT_BUFFER_BYTES) else { return Err(socket) };
+        let tls_offered = match tls.map(|tls| Tls::new(&tls.certificates)) {
+            Some(None) => return Err(socket),
+            offered => offered.flatten().map(Box::new),
         };
         tune(&socket);
-        Some(Stream {
+        Ok(Stream {
             slot,
             socket,
             input,

@@ -53,8 +53,11 @@ fn check_usage(
     Ok(())
 }
 
-// By default, a verifier requires a certificate.
 impl ClientCertVerifier for UsageVerifier {
+    fn client_auth_mandatory(&self) -> bool {
+        true
+    }
+
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.inner.root_hint_subjects()
     }

@@ -19,7 +19,7 @@ pub enum CopyMode {
 }
 
 impl CopyMode {
-    /// The name of the mode in options and settings.
+    /// The name of the mode in messages.
     fn name(self) -> &'static str {
         match self {
             CopyMode::Kernel => "kernel",

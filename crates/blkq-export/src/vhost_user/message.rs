@@ -82,6 +82,8 @@ macro_rules! requests {
     };
 }
 
+// Those that have a reply of their own are named GET_*, which `Session` relies on. It refuses a request of this table
+// for which it has no arm.
 requests! {
     GET_FEATURES = 1, files 0;
     SET_FEATURES = 2, files 0;

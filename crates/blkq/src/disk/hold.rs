@@ -94,6 +94,7 @@ pub(crate) struct HoldControl {
 }
 
 impl HoldControl {
+    /// The policy is the first one, which reports errors.
     pub fn new(queues: usize) -> HoldControl {
         HoldControl { followed: (0..queues).map(|_| AtomicU64::new(0)).collect(), ..HoldControl::default() }
     }

@@ -268,8 +268,8 @@ impl Ring {
         self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
     }
 
-    /// Registers `bytes` bytes from `start` on in slot `place` of the kernel's table; none if `bytes` is 0, which
-    /// releases what the slot had.
+    /// Registers `bytes` bytes from `start` on in slot `place` of the kernel's table. No bytes from a null pointer
+    /// release what the slot had.
     pub(super) fn update_buffer(&mut self, place: u16, start: *mut u8, bytes: usize) -> std::io::Result<()> {
         let iovec = libc::iovec { iov_base: start.cast(), iov_len: bytes };
         // SAFETY: the kernel pins the pages itself, and unpins them when the slot is released or the ring is closed.

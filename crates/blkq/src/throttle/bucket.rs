@@ -19,7 +19,8 @@ pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;
 /// The word of a limit that was never used.
 pub(crate) const NEVER_NS: i64 = i64::MIN;
 
-/// The words of one set of limits, by the number of the key.
+/// The words of one set of limits, by the number of the key. A group's file contains them, so a change of this layout
+/// needs another version of the file.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Buckets {

@@ -95,6 +95,7 @@ pub struct MemberInfo {
 impl Default for Group {
     /// A group in the memory of this process, without limits.
     fn default() -> Group {
+        // `reset` sets the times of the slots.
         let slots = std::array::from_fn(|_| Slot::default());
         let words = Words { header: Header::default(), buckets: Buckets::default(), slots };
         let group = Group { memory: Memory::Own(Box::new(words)) };
