@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -44,13 +45,23 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
     Ok(resident.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
 }
 
+/// How long the kernel may take to finish reading ahead: until then it keeps the pages.
+const READ_AHEAD_TIME: Duration = Duration::from_secs(5);
+
 /// Writes back and drops the cached pages of `file`. Fails if more than 1 % of them stay cached, which happens
 /// while another process maps the file.
 pub fn evict(file: &File) -> Result {
     let length = file.metadata()?.len();
     file.sync_data()?;
-    rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
-    let left = cached_bytes(file)?;
+    let until = Instant::now() + READ_AHEAD_TIME;
+    let left = loop {
+        rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
+        let left = cached_bytes(file)?;
+        if left <= length / 100 || Instant::now() >= until {
+            break left;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
     ensure(left <= length / 100, || {
         format!(
             "{left} bytes of the file cannot be dropped from the page cache; another process uses the file"
