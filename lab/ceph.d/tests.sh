@@ -298,8 +298,8 @@ replaced() {
     io 'read -P 1 0 1M' 'write -P 2 0 1M' flush
     kill -9 "$(daemon_of replaced)"
     begin_ms=$(now_ms)
-    serve replaced rbd/replaced
-    printf '    attached %s s after a kill\n' "$(seconds_since "$begin_ms")"
+    limit 30 "$BLKQ" recover replaced
+    printf '    recovered %s s after a kill\n' "$(seconds_since "$begin_ms")"
     io 'read -P 2 0 1M'
     detach replaced
     # Exited daemons do not delay it either.
