@@ -58,7 +58,7 @@ fn a_word_admits_what_it_has_room_for(queues: usize, room: u64) {
 
 /// A reader of changing words gets the words of one change, or none.
 fn readers_get_the_words_of_one_change(changes: u64) {
-    let shared = Arc::new(SequencedWords::<2>::new());
+    let shared = Arc::new(SequencedWords::<2>::default());
     let writer = {
         let shared = shared.clone();
         thread::spawn(move || (1..=changes).for_each(|change| shared.write(&[change, change], || {})))
