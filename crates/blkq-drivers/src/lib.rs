@@ -36,6 +36,5 @@ mod spec;
 
 pub use format::ImageFormat;
 pub use image::{Image, ImageId, Opened, Usage, no_backing_file, no_overlay};
-pub use image_file::READ_ONLY_HINT;
 pub use size::LOGICAL_BLOCK_SIZES;
 pub use spec::{DriverOptions, DriverSpec, check, check_writable, detect_format, open};

@@ -136,7 +136,7 @@ pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
 pub fn check_writable(path: &Path, range: &Range<u64>) -> Result<(), Error> {
     let Ok(image) = ImageFile::open(path, true) else { return Ok(()) };
     image.check_writable()?;
-    image.check_unclaimed(range, false).map_err(|error| error.with_cure("release it there first"))
+    image.check_unclaimed(range, false).map_err(|error| error.with_hint("release it there first"))
 }
 
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {

@@ -129,10 +129,10 @@ fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Error> {
 fn listen_unix(path: PathBuf, access: SocketAccess, until: Instant) -> Result<Listener, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
-        .map_err(|e| Error::system(what(&path), e).with_cure("use a path of at most 107 bytes"))?;
+        .map_err(|e| Error::system(what(&path), e).with_hint("use a path of at most 107 bytes"))?;
     let socket = new_socket(SocketFlags::empty())?;
     let system = |e: Errno| {
-        Error::system(what(&path), e).with_cure(match e {
+        Error::system(what(&path), e).with_hint(match e {
             Errno::NOENT | Errno::NOTDIR => "create the directory, or choose another path",
             Errno::ACCESS | Errno::PERM | Errno::ROFS => "choose a path in a directory that you can write to",
             _ => "",
@@ -234,16 +234,16 @@ fn grant(SocketFile { path, made }: &SocketFile, access: SocketAccess) -> Result
 
 fn listen_tcp(host: &str, port: u16) -> Result<Listener, Error> {
     let what = || format!("cannot listen on {host}:{port}");
-    let unknown = |e| Error::system(what(), e).with_cure("correct the host name, or use an address");
+    let unknown = |e| Error::system(what(), e).with_hint("correct the host name, or use an address");
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(unknown)?.collect();
     let refused = |e: std::io::Error| {
-        let cure = match e.kind() {
+        let hint = match e.kind() {
             std::io::ErrorKind::AddrInUse => "choose another port, or 0 for any free port",
             std::io::ErrorKind::AddrNotAvailable => "use an address of this machine",
             std::io::ErrorKind::PermissionDenied => "choose a port of 1024 or more, or 0 for any free port",
             _ => "",
         };
-        Error::system(what(), e).with_cure(cure)
+        Error::system(what(), e).with_hint(hint)
     };
     let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;

@@ -160,13 +160,15 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<std::io::Error>,
-    cure: String,
+    hint: String,
+    /// See [`Error::or_read_only`].
+    works_read_only: bool,
 }
 
 impl Error {
-    /// An error whose `message` says what failed, why, and a hint, if there is one ([`Error::with_cure`]).
+    /// An error whose `message` says what failed, why, and a hint, if there is one ([`Error::with_hint`]).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), source: None, cure: String::new() }
+        Error { kind, message: message.into(), source: None, hint: String::new(), works_read_only: false }
     }
 
     /// The failure of a system call. `what` says what was attempted; the kind follows from the errno.
@@ -182,7 +184,13 @@ impl Error {
                 _ => ErrorKind::System,
             },
         };
-        Error { kind, message: what.into(), source: Some(source), cure: String::new() }
+        Error {
+            kind,
+            message: what.into(),
+            source: Some(source),
+            hint: String::new(),
+            works_read_only: false,
+        }
     }
 
     /// Adds a hint, which is printed last. An empty hint adds nothing.
@@ -190,18 +198,28 @@ impl Error {
     /// A library gives hints about the system, such as a limit to raise, a permission or another path, which
     /// help in any program. It does not name operations and options of a program. The program adds such hints
     /// itself, depending on [`kind`](Error::kind).
-    pub fn with_cure(self, cure: impl Into<String>) -> Error {
-        Error { cure: cure.into(), ..self }
+    pub fn with_hint(self, hint: impl Into<String>) -> Error {
+        Error { hint: hint.into(), ..self }
+    }
+
+    /// Adds the hint to open the image read-only, or as an alternative to [`Error::with_hint`].
+    pub fn or_read_only(self) -> Error {
+        Error { works_read_only: true, ..self }
+    }
+
+    /// Removes the hint of [`Error::or_read_only`], for a device that must be writable.
+    pub fn not_read_only(self) -> Error {
+        Error { works_read_only: false, ..self }
     }
 
     /// Whether the error has a hint, so that a program need not add one.
-    pub fn has_cure(&self) -> bool {
-        !self.cure.is_empty()
+    pub fn has_hint(&self) -> bool {
+        !self.hint.is_empty() || self.works_read_only
     }
 
-    /// The hint, or an empty string.
-    pub fn cure(&self) -> &str {
-        &self.cure
+    /// The hint of [`Error::with_hint`], or an empty string.
+    pub fn hint(&self) -> &str {
+        &self.hint
     }
 
     /// The kind of this error.
@@ -216,9 +234,11 @@ impl fmt::Display for Error {
         if let Some(source) = &self.source {
             write!(f, ": {source}")?;
         }
-        match self.cure.as_str() {
-            "" => Ok(()),
-            hint => write!(f, "; {hint}"),
+        match (self.hint.as_str(), self.works_read_only) {
+            ("", false) => Ok(()),
+            ("", true) => f.write_str("; open it read-only"),
+            (hint, false) => write!(f, "; {hint}"),
+            (hint, true) => write!(f, "; {hint}, or open it read-only"),
         }
     }
 }
@@ -244,9 +264,13 @@ mod tests {
     fn an_error_prints_what_failed_then_why_then_the_hint() {
         let error = Error::system("cannot open x", std::io::Error::from_raw_os_error(libc::EACCES));
         assert!(error.to_string().starts_with("cannot open x: Permission denied"), "{error}");
-        let error = error.with_cure("");
+        let error = error.with_hint("");
         assert!(error.to_string().ends_with("(os error 13)"), "{error}");
-        assert!(error.with_cure("become root").to_string().ends_with("(os error 13); become root"));
+        let error = error.or_read_only();
+        assert!(error.has_hint() && error.to_string().ends_with("(os error 13); open it read-only"));
+        let error = error.with_hint("become root");
+        assert!(error.to_string().ends_with("(os error 13); become root, or open it read-only"));
+        assert!(error.not_read_only().to_string().ends_with("(os error 13); become root"));
     }
 
     #[test]

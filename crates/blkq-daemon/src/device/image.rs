@@ -6,7 +6,7 @@ use blkq::ErrorKind;
 use blkq::text::shell_word;
 use blkq::units::parse_bytes;
 use blkq_drivers::qcow2::Journals;
-use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened, READ_ONLY_HINT};
+use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
@@ -134,7 +134,7 @@ fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
 
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
     // The clients of a device that waits would lose their writes, and `recover` has no options.
-    let error = if claim.is_kept() { without_read_only_hint(error) } else { error };
+    let error = if claim.is_kept() { error.not_read_only() } else { error };
     match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
@@ -155,7 +155,7 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             };
             Failure::new(format!("{error}{place}; {hint}"))
         }
-        ErrorKind::NotFound | ErrorKind::BackingFile if claim.is_kept() && !error.has_cure() => {
+        ErrorKind::NotFound | ErrorKind::BackingFile if claim.is_kept() && !error.has_hint() => {
             Failure::new(format!("{error}; move the file back to its place"))
         }
         ErrorKind::Claimed if claim.is_kept() => Failure::new(format!("{error}; release it there first")),
@@ -164,16 +164,6 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
              the same bytes destroy each other"
         )),
         _ => format_refusal(error, options),
-    }
-}
-
-fn without_read_only_hint(error: blkq::Error) -> blkq::Error {
-    match error.cure().strip_suffix(READ_ONLY_HINT) {
-        Some(others) => {
-            let others = others.trim_end_matches(", or ").to_owned();
-            error.with_cure(others)
-        }
-        None => error,
     }
 }
 
@@ -191,7 +181,7 @@ pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Fai
         ErrorKind::Format => {
             "convert it with `qemu-img convert -O raw`, or attach with --format raw to serve the bytes of the file"
         }
-        ErrorKind::NotFound if !error.has_cure() => match &options.image {
+        ErrorKind::NotFound if !error.has_hint() => match &options.image {
             DriverSpec::Image(path) => return Failure::new(format!("{error}; {}", not_found(path))),
             _ => return error.into(),
         },
@@ -326,16 +316,6 @@ mod tests {
         release.join().unwrap();
         std::fs::remove_file(path).unwrap();
         std::fs::remove_dir_all(dir.path()).unwrap();
-    }
-
-    #[test]
-    fn a_device_that_waits_is_not_to_be_opened_read_only() {
-        let hint = |cure: String| {
-            without_read_only_hint(blkq::Error::new(ErrorKind::Denied, "x").with_cure(cure)).cure().to_owned()
-        };
-        assert_eq!(hint(format!("grant write permission, or {READ_ONLY_HINT}")), "grant write permission");
-        assert_eq!(hint(READ_ONLY_HINT.to_owned()), "");
-        assert_eq!(hint("close it".to_owned()), "close it");
     }
 
     #[test]

@@ -19,7 +19,8 @@ use crate::log;
 /// More commands at the same time are rejected.
 pub(super) const ANSWERING_MAX: usize = 16;
 
-/// How long a daemon that stops waits for the rest of a surplus command after its other clients have used up the time.
+/// A daemon that stops gives all clients for which it has no thread [`LEAVE_WAIT`] together. When that is over, it waits
+/// this long for each command of which something has arrived.
 const SENT_WAIT: Duration = Duration::from_millis(1);
 
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {

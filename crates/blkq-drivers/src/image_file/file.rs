@@ -22,8 +22,8 @@ use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
 use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{
-    DirectAlign, READ_ONLY_HINT, check_type, check_writable, is_open_for_writing, name_now, power_of_two,
-    probe_direct, queue_attribute, set_flag,
+    DirectAlign, check_type, check_writable, is_open_for_writing, name_now, power_of_two, probe_direct,
+    queue_attribute, set_flag,
 };
 
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
@@ -299,7 +299,7 @@ impl ImageFile {
         }
         let shown = self.path.display();
         let message = format!("{shown} was truncated from {bytes} to {now} bytes: what was beyond is lost");
-        Err(Error::new(ErrorKind::Mismatch, message).with_cure("restore it from a backup"))
+        Err(Error::new(ErrorKind::Mismatch, message).with_hint("restore it from a backup"))
     }
 
     /// Fails with [`ErrorKind::Denied`] if the kernel would fail every write to the image.
@@ -358,13 +358,19 @@ fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {
     if let Some(why) = busy {
         return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     }
-    let writable = format!("grant write permission, or {READ_ONLY_HINT}");
-    let (what, hint) = match error.raw_os_error() {
+    let errno = error.raw_os_error();
+    let failed = |what| Error::system(format!("cannot open the image {shown}{what}"), error);
+    match errno {
         // An open with O_NONBLOCK fails this way while another process holds a lease (F_SETLEASE in fcntl(2)).
-        Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => (" for writing", writable.as_str()),
-        Some(libc::EACCES | libc::EPERM) => ("", "grant read permission, or open it as its owner"),
-        _ => ("", ""),
-    };
-    Error::system(format!("cannot open the image {shown}{what}"), error).with_cure(hint)
+        Some(libc::EAGAIN) => {
+            failed("").with_hint("another process holds a lease on the file; stop that process")
+        }
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
+            failed(" for writing").with_hint("grant write permission").or_read_only()
+        }
+        Some(libc::EACCES | libc::EPERM) => {
+            failed("").with_hint("grant read permission, or open it as its owner")
+        }
+        _ => failed(""),
+    }
 }

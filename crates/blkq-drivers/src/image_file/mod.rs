@@ -21,5 +21,4 @@ pub use file::link_elsewhere;
 pub(crate) use file::{ImageFile, OPERATIONS, check_write_access, sync};
 pub(crate) use lock::{LockKind, WHOLE_FILE};
 pub(crate) use name::ImageName;
-pub use probe::READ_ONLY_HINT;
 pub(crate) use probe::{DirectAlign, name_now};

@@ -23,9 +23,6 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 // uapi/linux/fs.h
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// The last alternative of the hint for an image that cannot be opened for writing.
-pub const READ_ONLY_HINT: &str = "open it read-only";
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct DirectAlign {
     /// Alignment of memory addresses, in bytes.
@@ -77,7 +74,7 @@ pub(super) fn check_writable(file: &File, path: &Path, block_device: bool) -> Re
         return Ok(());
     };
     let message = format!("cannot open the image {} for writing: {why}", path.display());
-    Err(Error::new(ErrorKind::Denied, message).with_cure(READ_ONLY_HINT))
+    Err(Error::new(ErrorKind::Denied, message).or_read_only())
 }
 
 pub(super) fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {

@@ -76,14 +76,14 @@ impl BitmapFile {
             return Ok(created);
         }
         let message = format!("{} is not empty and not a bitmap file of this image", created.path.display());
-        Err(invalid(message).with_cure("remove it"))
+        Err(invalid(message).with_hint("remove it"))
     }
 
     fn of_open(file: File, path: PathBuf, read_only: bool) -> Result<BitmapFile, Error> {
         let opened = BitmapFile { file, path, slot: 0 };
         if !opened.metadata()?.is_file() {
             let message = format!("{} is not a regular file", opened.path.display());
-            return Err(invalid(message).with_cure("remove it"));
+            return Err(invalid(message).with_hint("remove it"));
         }
         // Locked as an image is, because the file may be an image that is in use.
         lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
@@ -134,7 +134,7 @@ impl BitmapFile {
         }
         let shown = self.path.display();
         let message = format!("{shown} is not the bitmap file that the device uses, which was moved");
-        Err(invalid(message).with_cure("move that file back"))
+        Err(invalid(message).with_hint("move that file back"))
     }
 
     /// Reserves space for `bitmaps`, so that they can be saved even if the file system is full by then. File

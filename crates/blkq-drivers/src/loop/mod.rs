@@ -453,7 +453,7 @@ impl Driver for LoopDevice {
         {
             state.file.unlock(&(old_end.min(end)..end));
             let message = format!("cannot extend {} to {end} bytes", window.path.display());
-            return Err(Error::system(message, e).with_cure("choose a smaller size"));
+            return Err(Error::system(message, e).with_hint("choose a smaller size"));
         }
         state.file.unlock(&(end..old_end.max(end)));
         state.size = size;

@@ -160,7 +160,7 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
                 ),
                 Err(_) => format!("{shown} is a symbolic link; use the path of the image itself"),
             };
-            Error::new(ErrorKind::NotFound, message).with_cure(hint)
+            Error::new(ErrorKind::NotFound, message).with_hint(hint)
         }
         _ => error,
     })
@@ -251,7 +251,7 @@ pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
          of the link, which a new overlay cannot record",
         path.display()
     ))
-    .with_cure("attach the image by its own path"))
+    .with_hint("attach the image by its own path"))
 }
 
 fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {

@@ -123,12 +123,12 @@ fn check_repaired(image: &Opened) -> Result<(), Error> {
         _ => return Ok(()),
     };
     let path = &image.file.path;
-    Err(unsupported(format!("{} {why}; {}", path.display(), repair_hint(path))))
+    Err(unsupported(format!("{} {why}", path.display())).with_hint(repair_hint(path)).or_read_only())
 }
 
 /// The hint for an image whose tables are wrong or contradict each other.
 fn repair_hint(path: &Path) -> String {
-    format!("repair it with `qemu-img check -r all {}`, or open it read-only", shell_word(path))
+    format!("repair it with `qemu-img check -r all {}`", shell_word(path))
 }
 
 impl Qcow2 {
@@ -290,11 +290,8 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
             let path = &top.file.path;
-            return Err(malformed(format!(
-                "the refcount table of {} names a block twice; {}",
-                path.display(),
-                repair_hint(path)
-            )));
+            let error = malformed(format!("the refcount table of {} names a block twice", path.display()));
+            return Err(error.with_hint(repair_hint(path)).or_read_only());
         }
     }
     let block_device = top.file.block_device;
@@ -409,7 +406,7 @@ impl Driver for Qcow2 {
             return Ok(bytes);
         };
         let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path().display());
-        Err(unsupported(message).with_cure(hint))
+        Err(unsupported(message).with_hint(hint))
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {

@@ -131,7 +131,7 @@ impl Image {
         // SAFETY: the handle was made and is not connected yet.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
         check(connected, || format!("cannot connect to the cluster as {}", options.client())).map_err(
-            |e| e.with_cure("check the Ceph configuration and the keyring of the user, and whether the monitors are running"),
+            |e| e.with_hint("check the Ceph configuration and the keyring of the user, and whether the monitors are running"),
         )?;
         // Read after the connection, because the monitors have settings for their clients.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use blkq::{Error, ErrorKind};
 
 /// The name of an image in a cluster, or of one of its snapshots. No part is empty or contains a slash, and only the
-/// name of the pool may contain an `@`. Made by parsing only.
+/// name of the pool may contain an `@`. Only parsing creates it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RbdSpec {
     pub(super) pool: String,

@@ -102,7 +102,7 @@ impl ControlDevice {
                 }
                 _ => "see docs/ublk.md",
             };
-            Error::system(format!("cannot open {CONTROL_PATH}"), e).with_cure(hint)
+            Error::system(format!("cannot open {CONTROL_PATH}"), e).with_hint(hint)
         })?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder()
             .build(2)
@@ -303,9 +303,9 @@ pub(super) fn not_added(error: io::Error) -> Error {
             "cannot create a ublk device: the limit ublks_max of the module ublk_drv is reached",
             error,
         )
-        .with_cure("raise it in /sys/module/ublk_drv/parameters/ublks_max, or export over NBD"),
+        .with_hint("raise it in /sys/module/ublk_drv/parameters/ublks_max, or export over NBD"),
         Some(libc::EPERM) => {
-            Error::system("cannot create a ublk device", error).with_cure("run this as root")
+            Error::system("cannot create a ublk device", error).with_hint("run this as root")
         }
         _ => failed("create a device", error),
     }

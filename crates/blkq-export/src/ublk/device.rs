@@ -463,7 +463,7 @@ fn open_node(path: &str) -> Result<File, Error> {
             io::ErrorKind::PermissionDenied => "run this as root, or install the udev rules of docs/ublk.md",
             _ => "see docs/ublk.md",
         };
-        Error::system(format!("cannot open {path}"), e).with_cure(hint)
+        Error::system(format!("cannot open {path}"), e).with_hint(hint)
     })
 }
 

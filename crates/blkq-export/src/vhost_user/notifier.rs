@@ -156,7 +156,7 @@ fn failed(error: io::Error) -> Error {
         Some(libc::EMFILE) => "raise the limit of open files (ulimit -n)",
         _ => "see io_uring_register(2)",
     };
-    Error::system("cannot signal an eventfd through io_uring", error).with_cure(hint)
+    Error::system("cannot signal an eventfd through io_uring", error).with_hint(hint)
 }
 
 #[cfg(test)]

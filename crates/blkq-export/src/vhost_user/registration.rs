@@ -86,7 +86,7 @@ impl RegisteredTables {
                 most >> 20
             );
             let hint = "raise the limit (ulimit -l, LimitMEMLOCK= of systemd)";
-            return Err(Error::new(ErrorKind::Invalid, message).with_cure(hint));
+            return Err(Error::new(ErrorKind::Invalid, message).with_hint(hint));
         }
         if let Some(most) = self.limits.memory_left.filter(|most| bytes > *most) {
             let message = format!(
@@ -94,7 +94,7 @@ impl RegisteredTables {
                 mib(bytes),
                 most >> 20
             );
-            return Err(Error::new(ErrorKind::Invalid, message).with_cure("raise memory.max of the cgroup"));
+            return Err(Error::new(ErrorKind::Invalid, message).with_hint("raise memory.max of the cgroup"));
         }
         Ok(())
     }
@@ -157,6 +157,6 @@ fn register_piece(
             }
             _ => "",
         };
-        error.with_cure(hint)
+        error.with_hint(hint)
     })
 }

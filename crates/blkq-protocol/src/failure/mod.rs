@@ -40,7 +40,7 @@ impl Failure {
     /// Adds a `hint` to an error of the given `kind`, unless the error already has one. The libraries do not
     /// know the options and subcommands of this program.
     pub fn of(error: blkq::Error, kind: ErrorKind, hint: &str) -> Failure {
-        match error.kind() == kind && !error.has_cure() {
+        match error.kind() == kind && !error.has_hint() {
             true => Failure::new(format!("{error}; {hint}")),
             false => error.into(),
         }
@@ -140,7 +140,7 @@ mod tests {
         let error = || blkq::Error::new(ErrorKind::Unsupported, "no");
         let of = |error| Failure::of(error, ErrorKind::Unsupported, "detach").to_string();
         assert_eq!(of(error()), "no; detach");
-        assert_eq!(of(error().with_cure("use qemu-img")), "no; use qemu-img");
+        assert_eq!(of(error().with_hint("use qemu-img")), "no; use qemu-img");
     }
 
     #[test]

@@ -167,7 +167,7 @@ impl Medium {
                 _ => "choose a smaller size, or raise the limit of address space (ulimit -v)",
             };
             Error::system(format!("cannot reserve {capacity} bytes of memory for a RAM disk"), e)
-                .with_cure(hint)
+                .with_hint(hint)
         };
         let bytes = usize::try_from(capacity).map_err(|_| fail(rustix::io::Errno::NOMEM))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;

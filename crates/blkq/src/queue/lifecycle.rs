@@ -138,8 +138,8 @@ impl Queue {
         self.dispatch.close(&mut self.io, ring);
     }
 
-    /// Completes the requests that the driver has finished, and what then needs the driver again with
-    /// [`Status::Offline`].
+    /// Completes the requests that the driver has finished. Requests and bios that need the driver after that complete
+    /// with [`Status::Offline`].
     pub fn finish_started(&mut self, ring: Option<&mut Ring>) {
         self.dispatch.poll(&mut self.io, ring);
         self.abandon();

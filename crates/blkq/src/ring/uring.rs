@@ -81,7 +81,7 @@ impl Ring {
                 Some(libc::ENOMEM) => "raise the limit on locked memory (ulimit -l), or stop other programs that use io_uring",
                 _ => "see io_uring_setup(2)",
             };
-            Error::system("cannot set up io_uring", e).with_cure(hint)
+            Error::system("cannot set up io_uring", e).with_hint(hint)
         })?;
         let mut probe = Probe::new();
         let submitter = uring.submitter();

@@ -238,7 +238,7 @@ fn block_devices() -> Finding {
                 }
                 _ => "",
             };
-            Finding::missing(name, reason(&e), format!("{}{more}", e.cure()))
+            Finding::missing(name, reason(&e), format!("{}{more}", e.hint()))
         }
     }
 }

@@ -77,7 +77,7 @@ impl Qcow2Bitmaps {
             return Err(unsupported(format!(
                 "{shown} already has a bitmap {name}, of a kind that blkq does not know"
             ))
-            .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap`"));
+            .with_hint("detach the device, and remove the bitmap with `qemu-img bitmap`"));
         }
         self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
     }
