@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
@@ -205,14 +205,8 @@ impl Watched {
         log: &dyn Fn(&str),
     ) -> Failures {
         let Some((reply, asked_ns)) = &self.asked else { return Failures::default() };
-        let answer = match self.stalled {
-            // An earlier scan has already waited for this answer.
-            true => reply.try_recv(),
-            false => reply.recv_timeout(ANSWER_WAIT).map_err(|e| match e {
-                RecvTimeoutError::Timeout => TryRecvError::Empty,
-                RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
-            }),
-        };
+        // An earlier scan has already waited for the answer of a stalled engine.
+        let answer = reply.recv_timeout(if self.stalled { Duration::ZERO } else { ANSWER_WAIT });
         let age_ns = now_ns().saturating_sub(*asked_ns);
         let (queue, age) = (self.queue, seconds(age_ns));
         match answer {
@@ -225,15 +219,15 @@ impl Watched {
                 log_scan(disk, queue, &scan, limit_ns, log);
                 return scan.failures;
             }
-            Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
+            Err(RecvTimeoutError::Timeout) if age_ns > limit_ns && !self.stalled => {
                 self.stalled = true;
                 stalls.fetch_add(1, Ordering::Relaxed);
                 let state = self.status.as_ref().and_then(state_in);
                 let state = state.map(|state| format!("; its state is {state}")).unwrap_or_default();
                 log(&format!("hang: queue {queue}: the thread has not answered for {age}{state}"));
             }
-            Err(TryRecvError::Empty) => {}
-            Err(TryRecvError::Disconnected) => (self.asked, self.hung) = (None, 0),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => (self.asked, self.hung) = (None, 0),
         }
         Failures::default()
     }

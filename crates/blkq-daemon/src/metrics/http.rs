@@ -29,7 +29,9 @@ pub const STOPPING: Rejection = Rejection(503, "Service Unavailable", "the devic
 
 /// Parses a request. Returns `None` if more input is needed.
 pub fn parse(input: &[u8]) -> Option<Asked> {
-    let head = match end_of_head(input) {
+    // The head ends with an empty line.
+    let end = input.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4);
+    let head = match end {
         Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
         Some(_) => return Some(Asked::Rejected(TOO_LARGE)),
         // Bytes that cannot become a request are rejected immediately.
@@ -38,11 +40,6 @@ pub fn parse(input: &[u8]) -> Option<Asked> {
         None => return None,
     };
     Some(understand(head).unwrap_or_else(Asked::Rejected))
-}
-
-/// The position after the empty line that ends the head.
-fn end_of_head(input: &[u8]) -> Option<usize> {
-    input.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
 }
 
 fn is_text(byte: u8) -> bool {

@@ -57,11 +57,7 @@ pub fn keep(kept: CapabilitySet) -> Outcome<String> {
     let sets = CapabilitySets { effective: left, permitted: left, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).map_err(failed)?;
     // Report what the kernel says, not what was requested.
-    let names: Vec<String> = capabilities(None)
-        .map_err(failed)?
-        .permitted
-        .iter_names()
-        .map(|(name, _)| name.to_lowercase())
-        .collect();
+    let now = capabilities(None).map_err(failed)?.permitted;
+    let names: Vec<String> = now.iter_names().map(|(name, _)| name.to_lowercase()).collect();
     Ok(if names.is_empty() { "none".to_owned() } else { names.join(" ") })
 }

@@ -62,8 +62,10 @@ pub struct Landlock {
     handled: u64,
 }
 
-fn last_error() -> Errno {
-    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+/// The result of a system call, or its error.
+fn checked(result: libc::c_long) -> rustix::io::Result<libc::c_long> {
+    let error = || Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
+    if result < 0 { Err(error()) } else { Ok(result) }
 }
 
 fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
@@ -91,9 +93,7 @@ impl Landlock {
         let fd = unsafe {
             libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0u32)
         };
-        if fd < 0 {
-            return Err(failed("rules", last_error()));
-        }
+        let fd = checked(fd).map_err(|e| failed("rules", e))?;
         // SAFETY: the kernel created this descriptor (close-on-exec), and nothing else owns it.
         let ruleset = unsafe { OwnedFd::from_raw_fd(fd as i32) };
         Ok(Landlock { ruleset: Some(ruleset), abi, handled })
@@ -123,7 +123,7 @@ impl Landlock {
                 0u32,
             )
         };
-        if result == 0 { Ok(()) } else { Err(last_error()) }
+        checked(result).map(drop)
     }
 
     /// Permanently enforces the rules on this thread and the threads that it creates. Returns the Landlock
@@ -132,6 +132,6 @@ impl Landlock {
         let Some(ruleset) = &self.ruleset else { return Ok(0) };
         // SAFETY: the descriptor is open, and the call accesses no memory of this process.
         let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0u32) };
-        if result == 0 { Ok(self.abi) } else { Err(failed("entering", last_error())) }
+        checked(result).map(|_| self.abi).map_err(|e| failed("entering", e))
     }
 }
