@@ -93,13 +93,10 @@ impl AttachOptions {
 
     fn mistakes_of_exports(&self, nbd: bool, ublk: bool) -> Vec<Failure> {
         let mut mistakes = Vec::new();
-        if self.copy != Copying::Auto && !ublk {
-            mistakes.push(Failure::new("--copy is for ublk devices; omit it"));
-        }
-        if self.threads_per_queue != 1 && !ublk {
-            mistakes.push(Failure::new(
-                "--threads-per-queue is for ublk; omit it, and use --queues for more threads",
-            ));
+        if !ublk {
+            mistakes.extend(given(&[(self.copy != Copying::Auto, "--copy")], "is for ublk devices; omit it"));
+            let rule = "is for ublk; omit it, and use --queues for more threads";
+            mistakes.extend(given(&[(self.threads_per_queue != 1, "--threads-per-queue")], rule));
         }
         let tls = self.tls.is_some_and(|tls| tls != Tls::Off) || self.tls_certificates.is_some();
         let tls_option = if self.tls_certificates.is_some() { "--tls-certificates" } else { "--tls" };
@@ -135,28 +132,25 @@ impl AttachOptions {
         if let Some(Err(rule)) = self.ceph_user.as_deref().map(parse_ceph_user) {
             mistakes.push(Failure::new(format!("--ceph-user: {rule}")));
         }
-        match &self.image {
-            DriverSpec::Image(path) if path.as_os_str().is_empty() => {
-                mistakes.push(Failure::new("the path of the image is empty"));
-                return mistakes;
+        if let DriverSpec::Image(path) = &self.image {
+            match path.as_os_str().is_empty() {
+                true => mistakes.push(Failure::new("the path of the image is empty")),
+                false => mistakes.extend(self.mistakes_of_format()),
             }
-            DriverSpec::Image(_) => {
-                mistakes.extend(self.mistakes_of_format());
-                return mistakes;
-            }
-            DriverSpec::Rbd(_) if self.queues > 1 || self.threads_per_queue > 1 => {
-                mistakes.push(Failure::new(
-                    "an RBD image is served with one queue and one thread; omit --queues and --threads-per-queue",
-                ));
-            }
-            DriverSpec::Rbd(_) | DriverSpec::Null(_) | DriverSpec::Ram(_) => {}
+            return mistakes;
+        }
+        let is_rbd = matches!(self.image, DriverSpec::Rbd(_));
+        if is_rbd && (self.queues > 1 || self.threads_per_queue > 1) {
+            mistakes.push(Failure::new(
+                "an RBD image is served with one queue and one thread; omit --queues and --threads-per-queue",
+            ));
         }
         let of_images = [
             (self.offset != 0, "--offset"),
             (self.size_limit.is_some(), "--size-limit"),
             (self.direct_io == DirectIo::On, "--direct-io on"),
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
-            (self.shared && !matches!(self.image, DriverSpec::Rbd(_)), "--shared"),
+            (self.shared && !is_rbd, "--shared"),
             (self.register_memory, "--register-memory"),
             (self.format.is_some(), "--format"),
             (self.backing_chain != Backing::default(), "--backing-chain"),

@@ -24,7 +24,7 @@ use blkq::{ClockMode, ErrorPolicy, SchedulerKind};
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
-use blkq_drivers::qcow2::link_elsewhere;
+use blkq_drivers::qcow2::{BackingFile, backing_files, link_elsewhere};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};
@@ -157,7 +157,7 @@ pub struct AttachOptions {
     /// Set the permissions of the sockets of --listen unix:PATH and --vhost-socket, as for chmod(1): 660 for the group,
     /// 666 for all users [default: 600, or 660 with --socket-group]
     #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = headings::ACCESS)]
-    #[serde(with = "json::octal")]
+    #[serde(with = "json")]
     pub socket_mode: Option<u32>,
     /// Set the group of the sockets of --listen unix:PATH and --vhost-socket
     #[arg(long, value_name = "GROUP", help_heading = headings::ACCESS)]
@@ -411,6 +411,18 @@ impl AttachOptions {
         }
     }
 
+    pub fn is_qcow2(&self) -> bool {
+        self.format == Some(Format::Qcow2)
+    }
+
+    /// The backing files of the image, in order from the nearest.
+    pub fn backing_files(&self) -> Vec<BackingFile> {
+        match &self.image {
+            DriverSpec::Image(image) if self.is_qcow2() => backing_files(image, self.backing_chain.into()),
+            _ => Vec::new(),
+        }
+    }
+
     pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
     }
@@ -418,7 +430,7 @@ impl AttachOptions {
     /// Relative paths are relative to `directory`. The path of the image is resolved, unless it is a link to
     /// a qcow2 image in another directory. Fails if a path is empty.
     pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
-        let is_qcow2 = self.format == Some(Format::Qcow2);
+        let is_qcow2 = self.is_qcow2();
         for (key, path) in self.paths_mut() {
             *path = std::path::absolute(directory.join(&*path))
                 .map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
