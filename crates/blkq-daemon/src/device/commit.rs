@@ -115,7 +115,9 @@ impl Device {
             let state = DaemonState { image: number, ..self.state()? };
             let emptied = self.image();
             let exchange = running.disk.begin_exchange()?;
-            check_same(&running.disk, &top)?;
+            if !Arc::ptr_eq(&running.disk.driver(), &top) {
+                return Err(Failure::new("the device has switched to another image; try again"));
+            }
             // This must be checked before the overlay is emptied.
             exchange.check(commit.driver()?)?;
             let until = Instant::now() + 2 * most;
@@ -185,13 +187,6 @@ fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
             shell_word(first.name())
         ))
     })
-}
-
-fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
-    match Arc::ptr_eq(&disk.driver(), top) {
-        true => Ok(()),
-        false => Err(Failure::new("the device has switched to another image; try again")),
-    }
 }
 
 /// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that

@@ -53,7 +53,7 @@ impl PersistentBitmaps {
             frozen => frozen.map_err(not_saved)?,
         };
         self.saved.store(true, SeqCst);
-        self.store(&bitmaps)
+        store_in(&*self.disk.driver(), &bitmaps).map_err(not_saved)
     }
 
     /// Saves the bitmaps for the next daemon, which takes over the device when this process exits. The block
@@ -64,21 +64,14 @@ impl PersistentBitmaps {
         if self.has_none(&bitmaps) || self.saved.swap(true, SeqCst) {
             return Ok(());
         }
-        let frozen = self.disk.freeze_until_exit();
-        frozen.map_err(not_saved)?;
-        self.store(&bitmaps)
+        self.disk.freeze_until_exit().map_err(not_saved)?;
+        store_in(&*self.disk.driver(), &bitmaps).map_err(not_saved)
     }
 
     fn has_none(&self, bitmaps: &[Arc<Bitmap>]) -> bool {
         !self.loaded && bitmaps.is_empty()
     }
 
-    fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
-        store_in(&*self.disk.driver(), all).map_err(not_saved)
-    }
-}
-
-impl PersistentBitmaps {
     /// The device continues without the image of `driver`, which is no longer written.
     pub(super) fn save_in(&self, driver: &dyn Driver) {
         if let Err(error) = store_in(driver, &self.disk.bitmaps()) {

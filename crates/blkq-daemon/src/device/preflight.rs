@@ -2,7 +2,6 @@
 //! the old daemon still serves the device.
 
 use std::fs;
-use std::path::Path;
 
 use blkq_drivers::DriverSpec;
 use blkq_protocol::daemon::Obstacle;
@@ -85,27 +84,18 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     let mut options = options.clone();
     keep_format(&mut options);
     keep_size(&mut options, bytes);
+    let end = options.offset.saturating_add(bytes);
+    // For block devices, fs::metadata has no size.
+    let is_short = |path| fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() < end);
     if let DriverSpec::Image(path) = &options.image
         && options.format == Some(Format::Raw)
+        && is_short(path)
     {
-        check_size(path, options.offset, bytes)?;
+        let path = path.display();
+        return Err(Failure::new(format!("{path} is smaller than the device; extend it to {end} bytes")));
     }
     tls(&options, true)?;
     Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
-}
-
-/// Rejects an image file that is smaller than its device. For block devices, fs::metadata has no size.
-fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
-    match fs::metadata(path) {
-        Ok(metadata) if metadata.is_file() && metadata.len() < offset.saturating_add(bytes) => {
-            Err(Failure::new(format!(
-                "{} is smaller than the device; extend it to {} bytes",
-                path.display(),
-                offset.saturating_add(bytes)
-            )))
-        }
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]

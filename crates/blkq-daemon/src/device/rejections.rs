@@ -8,12 +8,10 @@ impl Device {
     pub fn log_rejections(&self) {
         events::take(&self.events.rejection);
         let Ok(running) = self.running() else { return };
-        running.servers.nbd.iter().flat_map(NbdServer::take_rejections).for_each(|rejection| {
-            log::line(&describe(&rejection));
-        });
-        running.servers.vhost.iter().flat_map(VhostUserDevice::take_reports).for_each(|report| {
-            log::line(&describe_report(&report));
-        });
+        let rejections = running.servers.nbd.iter().flat_map(NbdServer::take_rejections);
+        let reports = running.servers.vhost.iter().flat_map(VhostUserDevice::take_reports);
+        let lines = rejections.map(|rejection| describe(&rejection));
+        lines.chain(reports.map(|report| describe_report(&report))).for_each(|line| log::line(&line));
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blkq::disk::Exchange;
 use blkq::sync::lock;
-use blkq::{Disk, EngineHandle, EngineThread};
+use blkq::{Disk, EngineThread};
 use blkq_drivers::{Image, Opened};
 use blkq_export::ublk::{Claimed, UblkDevice};
 use blkq_protocol::failure::{Failure, Outcome};
@@ -31,15 +31,7 @@ pub(super) struct Running {
     pub(super) disk: Arc<Disk>,
 }
 
-/// Keeps clients and users away until it is dropped.
-#[allow(dead_code, reason = "dropped to let clients connect again")]
-pub(super) struct Unused<'a>(PausedServers<'a>, Option<Claimed<'a>>);
-
 impl Running {
-    pub(super) fn handles(&self) -> Vec<EngineHandle> {
-        self.engines.iter().map(|engine| engine.handle().clone()).collect()
-    }
-
     /// Changes of the device replace the image, so a caller that needs it to stay must exclude them.
     pub(super) fn image(&self) -> Option<Arc<dyn Image>> {
         lock(&self.image).clone()
@@ -57,22 +49,18 @@ impl Running {
         ublk.chain(self.servers.uris()).collect()
     }
 
-    pub(super) fn check_no_clients(&self) -> Outcome {
-        match self.servers.client_count() {
-            0 => Ok(()),
-            clients => Err(Connected(clients).unless_forced()),
-        }
-    }
-
-    /// Keeps clients and users of the block device away until the returned guard is dropped. Fails if there
+    /// Keeps clients and users of the block device away until the returned guards are dropped. Fails if there
     /// are clients or users, or `user` is given.
-    pub(super) fn claim_unused(&self, user: Option<String>) -> Outcome<Unused<'_>> {
+    pub(super) fn claim_unused(
+        &self,
+        user: Option<String>,
+    ) -> Outcome<(PausedServers<'_>, Option<Claimed<'_>>)> {
         if let Some(user) = user {
             return Err(Failure::new(user));
         }
         let paused = self.servers.pause().map_err(Connected::unless_forced)?;
         let claimed = self.ublk.as_ref().map(UblkDevice::claim).transpose();
-        Ok(Unused(paused, claimed.map_err(Failure::unless_forced)?))
+        Ok((paused, claimed.map_err(Failure::unless_forced)?))
     }
 
     /// Fails if an earlier write or this flush failed.

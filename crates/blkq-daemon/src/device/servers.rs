@@ -57,7 +57,13 @@ impl Servers {
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
         let closed = warn_of_closed_directories(sockets.nbd.iter().chain(&sockets.vhost), access);
         let (disk, engines) = (context.disk, context.engines);
-        let vhost_options = vhost_options(options, access, &context);
+        let vhost_options = VhostUserOptions {
+            serial: disk.name().to_owned(),
+            access,
+            idle_event: Some(context.events.idle.clone()),
+            report_event: Some(context.events.rejection.clone()),
+            register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
+        };
         let vhost = sockets.vhost.map(|listen| VhostUserDevice::listen(listen, vhost_options, disk, engines));
         let vhost = vhost.transpose()?;
         // The vhost-user rings must be created now, because a confined process cannot create them. The
@@ -192,16 +198,6 @@ impl Connected {
             "{} and cannot be handed to another daemon; disconnect {them} first",
             self.describe()
         ))
-    }
-}
-
-fn vhost_options(options: &AttachOptions, access: SocketAccess, context: &ServerContext) -> VhostUserOptions {
-    VhostUserOptions {
-        serial: context.disk.name().to_owned(),
-        access,
-        idle_event: Some(context.events.idle.clone()),
-        report_event: Some(context.events.rejection.clone()),
-        register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
     }
 }
 

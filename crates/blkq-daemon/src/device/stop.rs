@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use blkq::sync::lock;
-use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::failure::{Failure, Outcome};
 
@@ -29,7 +28,10 @@ impl Device {
         let _reporting = force.then(|| running.disk.report_errors());
         if !force {
             self.check_not_held()?;
-            running.check_no_clients()?;
+            match running.servers.client_count() {
+                0 => {}
+                clients => return Err(Connected(clients).unless_forced()),
+            }
         }
         // Clients that are disconnected wait for their I/O in flight, so limits must not delay it. If the
         // device stays, the limits apply again.
@@ -57,46 +59,37 @@ impl Device {
     /// clients.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
-        if let (None, Some(vhost)) = (&running.ublk, &running.servers.vhost) {
-            return self.leave_guest(&running, vhost);
-        }
-        if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
-            let why = match &running.ublk {
-                Some(_) => "another daemon cannot take over this block device; detach it and attach it again",
-                None => {
-                    "NBD connections cannot be handed to another daemon; detach the device, attach it again, \
-                         and let clients reconnect"
-                }
-            };
-            return Err(Failure::new(why));
-        }
-        // A client that connects from here on is rejected.
-        let _unused = running.servers.pause().map_err(Connected::not_handed_over)?;
-        let _unlimited = running.disk.bypass_limits();
-        running.servers.close();
-        if let Some(ublk) = &running.ublk {
-            ublk.quiesce(&running.disk);
-        }
-        release(&running)
-    }
-
-    /// The virtual machine of the device will connect to the next daemon.
-    fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
-        if running.disk.driver().is_lost_with_process() {
-            return Err(Failure::new(
+        let ublk = running.ublk.as_ref();
+        // The virtual machine of a device that is not a block device will connect to the next daemon.
+        let guest = running.servers.vhost.as_ref().filter(|_| ublk.is_none());
+        let why = match (ublk, guest) {
+            (Some(ublk), _) if !ublk.is_recoverable() => {
+                Some("another daemon cannot take over this block device; detach it and attach it again")
+            }
+            (None, Some(_)) if running.disk.driver().is_lost_with_process() => Some(
                 "the daemon holds data of the image in memory, which would be lost; detach the device and attach it again",
-            ));
-        }
+            ),
+            (None, None) => Some(
+                "NBD connections cannot be handed to another daemon; detach the device, attach it again, and let clients \
+                 reconnect",
+            ),
+            _ => None,
+        };
+        why.map_or(Ok(()), |why| Err(Failure::new(why)))?;
         // A client that connects from here on is rejected.
-        let _unused = running.servers.pause_nbd().map_err(Connected::not_handed_over)?;
+        let paused = if guest.is_some() { running.servers.pause_nbd() } else { running.servers.pause() };
+        let _unused = paused.map_err(Connected::not_handed_over)?;
         let _unlimited = running.disk.bypass_limits();
-        vhost.stop_for_next().map_err(|_| {
+        guest.map_or(Ok(()), VhostUserDevice::stop_for_next).map_err(|_| {
             Failure::new(
                 "the front end does not track requests in flight, so the disk cannot move to another daemon; unplug the disk from the virtual machine first",
             )
         })?;
         running.servers.close();
-        release(running)
+        if let Some(ublk) = ublk {
+            ublk.quiesce(&running.disk);
+        }
+        release(&running)
     }
 
     /// Flushes and stops a closed device. Fails if the flush failed or the dirty bitmaps could not be saved;

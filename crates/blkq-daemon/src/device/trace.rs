@@ -3,12 +3,13 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use blkq::ErrorKind;
 use blkq::sync::lock;
 use blkq::trace::TraceMemory;
-use blkq::{Disk, EngineHandle, ErrorKind};
 use blkq_protocol::failure::{Failure, Outcome};
 
 use super::Device;
+use super::running::Running;
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
@@ -17,8 +18,7 @@ const ENGINES_WAIT: Duration = Duration::from_secs(1);
 pub struct DeviceTrace<'a> {
     device: &'a Device,
     pub memory: Arc<TraceMemory>,
-    disk: Weak<Disk>,
-    engines: Vec<EngineHandle>,
+    running: Weak<Running>,
 }
 
 impl Device {
@@ -35,13 +35,8 @@ impl Device {
         }
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
-        // The trace holds weak references, so that it does not keep the device from stopping.
-        let trace = DeviceTrace {
-            device: self,
-            memory,
-            disk: Arc::downgrade(&running.disk),
-            engines: running.handles(),
-        };
+        // The trace holds a weak reference, so that it does not keep the device from stopping.
+        let trace = DeviceTrace { device: self, memory, running: Arc::downgrade(&running) };
         *traced_by = Some(tracer.to_owned());
         trace.set(Some(&trace.memory));
         Ok(trace)
@@ -50,8 +45,8 @@ impl Device {
 
 impl DeviceTrace<'_> {
     fn set(&self, memory: Option<&Arc<TraceMemory>>) {
-        if let Some(disk) = self.disk.upgrade() {
-            self.engines.iter().for_each(|engine| engine.trace(&disk, memory.cloned()));
+        if let Some(running) = self.running.upgrade() {
+            running.engines.iter().for_each(|it| it.handle().trace(&running.disk, memory.cloned()));
         }
     }
 }
