@@ -12,6 +12,7 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::FileId;
 use blkq_protocol::options::AttachOptions;
 use blkq_protocol::state::{DYING_WAIT, ProcessState};
+use blkq_protocol::system::if_exists;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
@@ -45,19 +46,6 @@ impl PidFile {
             _ => None,
         };
         PidFile::write_to(path, image).map(Some)
-    }
-
-    /// As [`PidFile::write`], for a daemon whose clients wait for it: returns a failure as a warning, because
-    /// no pid file is worth their I/O.
-    pub fn write_or_warn(options: &AttachOptions) -> (Option<PidFile>, Option<String>) {
-        match PidFile::write(options) {
-            Ok(file) => (file, None),
-            Err(failure) => {
-                let why = failure.to_string();
-                let why = why.trim_end_matches(HINT);
-                (None, Some(format!("the daemon has no pid file: {why}")))
-            }
-        }
     }
 
     fn write_to(path: &Path, image: Option<FileId>) -> Outcome<PidFile> {
@@ -94,6 +82,11 @@ impl Drop for PidFile {
     }
 }
 
+/// The warning of a daemon that serves its device although [`PidFile::write`] has failed.
+pub fn warning(failure: &Failure) -> String {
+    format!("the daemon has no pid file: {}", failure.to_string().trim_end_matches(HINT))
+}
+
 /// Resolves all symbolic links of `path`. The file itself need not exist, but its directory must.
 pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     let mut path = std::path::absolute(path)?;
@@ -122,11 +115,8 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let failed = |e: io::Error| Failure::new(format!("cannot open --pid-file {shown}: {e}"));
     let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}{HINT}"));
     // O_PATH, because opening a device or a FIFO can have side effects.
-    let found = match OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path) {
-        Ok(found) => found,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(failed(e)),
-    };
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path);
+    let Some(found) = if_exists(opened).map_err(failed)? else { return Ok(None) };
     let metadata = found.metadata().map_err(failed)?;
     let kind = metadata.file_type();
     if !kind.is_file() {

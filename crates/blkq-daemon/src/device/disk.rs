@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use blkq::throttle::WEIGHT_DEFAULT;
-use blkq::{Disk, Driver, EngineHandle, EngineThread};
+use blkq::{Disk, Driver, EngineThread};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::{self, GroupWatch, Joined};
 use blkq_protocol::options::AttachOptions;
@@ -47,10 +47,6 @@ impl ServedDisk {
         Ok(served)
     }
 
-    pub(super) fn handles(&self) -> Vec<EngineHandle> {
-        self.engines.iter().map(|engine| engine.handle().clone()).collect()
-    }
-
     /// A child process must not inherit the group's file: a lock on it would then survive this process.
     fn join_group(&mut self, options: &AttachOptions, claim: &Claim, is_successor: bool) -> Outcome {
         // The device may join a group later, when the daemon is confined.
@@ -59,7 +55,7 @@ impl ServedDisk {
         let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
         match Joined::open(claim.dir(), group, claim.name(), weight) {
             Ok((joined, member)) => {
-                self.group_watch = Some(GroupWatch::new(joined.keeper(&member), self.disk.clone()));
+                self.group_watch = Some(GroupWatch::new(&joined, &member, self.disk.clone()));
                 self.disk.join_group(member);
                 self.group = Some(joined);
             }

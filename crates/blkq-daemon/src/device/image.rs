@@ -8,6 +8,7 @@ use blkq::units::parse_bytes;
 use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::Window;
 use blkq_protocol::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
 
@@ -118,10 +119,7 @@ fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Erro
     let DriverSpec::Image(path) = &options.image else { return false };
     match error.kind() {
         ErrorKind::Claimed => lock_holders::is_mounted(path),
-        _ => {
-            let daemons = lock_holders::daemons(dir);
-            lock_holders::has_running_holder(&daemons, path, options.offset, options.size_limit)
-        }
+        _ => lock_holders::has_running_holder(&lock_holders::daemons(dir), path, Window::of(options)),
     }
 }
 
@@ -129,7 +127,7 @@ fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Erro
 /// yet.
 fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
     let DriverSpec::Image(path) = &options.image else { return false };
-    error.kind() == ErrorKind::Busy && !lock_holders::has_holder(path, options.offset, options.size_limit)
+    error.kind() == ErrorKind::Busy && !lock_holders::has_holder(path, Window::of(options))
 }
 
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
@@ -138,14 +136,12 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
     match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
-                DriverSpec::Image(path) => {
-                    lock_holders::holders_of(claim.dir(), path, options.offset, options.size_limit)
-                }
+                DriverSpec::Image(path) => lock_holders::holders_of(claim.dir(), path, Window::of(options)),
                 _ => None,
             };
             let place = holders.as_ref().map(|holders| format!(" {}", holders.text)).unwrap_or_default();
             let can_share = !claim.is_kept()
-                && options.format != Some(Format::Qcow2)
+                && !options.is_qcow2()
                 && holders.as_ref().is_none_or(|holders| holders.can_share);
             let hint = match &options.image {
                 DriverSpec::Rbd(_) if claim.is_kept() => "close the image in that client first",
@@ -170,7 +166,7 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
 /// For an image that is not in use.
 pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Failure {
     let hint = match error.kind() {
-        ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
+        ErrorKind::Format if options.is_qcow2() => return error.into(),
         ErrorKind::Format if has_qcow2(&options.image) => {
             "attach with --format qcow2 to serve its guest data, or attach with --format raw to serve the bytes of \
              the file"
@@ -204,7 +200,7 @@ fn has_qcow2(image: &DriverSpec) -> bool {
 
 /// The format must not be detected again: clients may have written another magic number to a raw image.
 pub(super) fn keep_format(options: &mut AttachOptions) {
-    if options.format != Some(Format::Qcow2) {
+    if !options.is_qcow2() {
         options.format = Some(Format::Raw);
     }
 }
@@ -271,7 +267,7 @@ pub(super) fn journals(
         return Ok((None, None));
     }
     match Journals::open(&state.join("journals")) {
-        Err(error) if options.format != Some(Format::Qcow2) => {
+        Err(error) if !options.is_qcow2() => {
             let warning = format!(
                 "after a snapshot, data that was not flushed is lost if the daemon is killed: {error}"
             );

@@ -20,35 +20,37 @@ pub(super) struct Sockets {
     pub(super) vhost: Option<Listen>,
 }
 
+impl Sockets {
+    /// With `nbd`, the device is exported over NBD: at the addresses of `options`, else on the `inherited` sockets. The
+    /// default of each export is a unix socket in the state directory.
+    pub(super) fn new(
+        options: &AttachOptions,
+        claim: &Claim,
+        nbd: bool,
+        inherited: Vec<OwnedFd>,
+    ) -> Outcome<Sockets> {
+        let nbd = if !nbd {
+            Vec::new()
+        } else if !options.listen.is_empty() {
+            options.listen.iter().map(listen_at).collect::<Outcome<_>>()?
+        } else if !inherited.is_empty() {
+            inherited.into_iter().map(Listen::Inherited).collect()
+        } else {
+            vec![Listen::Unix(claim.file(".nbd"))]
+        };
+        let of_vhost = || match &options.vhost_socket {
+            Some(path) => listen_at(&Address::Unix(path.clone())),
+            None => Ok(Listen::Unix(claim.file(".vhost"))),
+        };
+        let vhost = options.exports.contains(&Export::VhostUserBlk).then(of_vhost).transpose()?;
+        Ok(Sockets { nbd, vhost })
+    }
+}
+
 pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
     match listen {
         Listen::Unix(path) => Some(path.clone()),
         _ => None,
-    }
-}
-
-/// The default is a unix socket in the state directory.
-pub(super) fn addresses(
-    options: &AttachOptions,
-    claim: &Claim,
-    inherited: Vec<OwnedFd>,
-) -> Outcome<Vec<Listen>> {
-    if options.listen.is_empty() && inherited.is_empty() {
-        return Ok(vec![Listen::Unix(claim.file(".nbd"))]);
-    }
-    if options.listen.is_empty() {
-        return Ok(inherited.into_iter().map(Listen::Inherited).collect());
-    }
-    options.listen.iter().map(listen_at).collect()
-}
-
-pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<Option<Listen>> {
-    if !options.exports.contains(&Export::VhostUserBlk) {
-        return Ok(None);
-    }
-    match &options.vhost_socket {
-        Some(path) => listen_at(&Address::Unix(path.clone())).map(Some),
-        None => Ok(Some(Listen::Unix(claim.file(".vhost")))),
     }
 }
 

@@ -6,7 +6,6 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use blkq_protocol::info::{FileId, StateFile, Window};
-use blkq_protocol::options::Format;
 use blkq_protocol::state::{ProcessState, StateDir};
 
 pub struct Holders {
@@ -18,9 +17,9 @@ pub struct Holders {
 }
 
 /// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see.
-pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<Holders> {
+pub fn holders_of(dir: &StateDir, path: &Path, window: Window) -> Option<Holders> {
     let file = FileId::of(path)?;
-    let holders = holders(path, file, Window { offset, size_limit });
+    let holders = holders(path, file, window);
     // The daemons are not asked: one that is starting may be the process that calls this.
     let names = dir.names().unwrap_or_default();
     let states: Vec<StateFile> = names.iter().filter_map(|name| dir.read_state(name)).collect();
@@ -37,7 +36,7 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
     if !devices.is_empty() {
         let is_raw = |state: &&StateFile| {
             let options = state.attach_options.as_ref().and_then(|record| record.read().ok());
-            options.is_none_or(|options| options.format != Some(Format::Qcow2))
+            options.is_none_or(|options| !options.is_qcow2())
         };
         let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
         let can_share = devices.iter().all(is_raw);
@@ -54,8 +53,8 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
 }
 
 /// Whether a process holds locks on these bytes of the image at `path`, as far as this user can see.
-pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
-    FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
+pub fn has_holder(path: &Path, window: Window) -> bool {
+    FileId::of(path).is_some_and(|file| !holders(path, file, window).is_empty())
 }
 
 pub fn daemons(dir: &StateDir) -> Vec<u32> {
@@ -65,9 +64,9 @@ pub fn daemons(dir: &StateDir) -> Vec<u32> {
 
 /// Whether one of `processes` is running and has locked these bytes of the image at `path`, as far as this user can
 /// see. A killed process is not a running one: the kernel releases its locks soon.
-pub fn has_running_holder(processes: &[u32], path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+pub fn has_running_holder(processes: &[u32], path: &Path, window: Window) -> bool {
     let Some(file) = FileId::of(path) else { return false };
-    let is_holder = holder_check(path, file, Window { offset, size_limit });
+    let is_holder = holder_check(path, file, window);
     processes.iter().any(|pid| is_holder(*pid) && ProcessState::of(*pid) != ProcessState::Dying)
 }
 

@@ -2,6 +2,7 @@ use std::sync::{Arc, Weak};
 
 use blkq::StatsSnapshot;
 use blkq::clock::monotonic_ns;
+use blkq::sync::lock;
 use blkq::throttle::{Ceiling, RateLimits};
 use blkq_export::nbd::{NbdCounters, NbdServer};
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
@@ -62,7 +63,7 @@ impl Meter {
                 Ceiling::Unknown => "auto".to_owned(),
                 Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
-            group: self.group.group(),
+            group: lock(&self.group).as_ref().map(|joined| joined.name().to_owned()),
             group_limits: member
                 .as_ref()
                 .and_then(|member| member.group().limits())

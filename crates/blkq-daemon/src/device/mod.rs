@@ -38,7 +38,6 @@ use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_protocol::control::NewSize;
-use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Membership;
 use blkq_protocol::info::{CommitInfo, Confinement, DaemonState};
@@ -65,8 +64,8 @@ pub struct Device {
     background: Mutex<Option<BackgroundThreads>>,
     attached: Attached,
     served: Mutex<Served>,
-    meter: Meter,
-    events: Events,
+    pub meter: Meter,
+    pub events: Events,
     /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
     /// that disconnect after it was set count.
     autoclear: AtomicBool,
@@ -132,9 +131,9 @@ impl Device {
         lock(&self.background).as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
     }
 
-    /// `blkq show` prints the warnings until the daemon exits.
-    pub fn add_warnings(&mut self, warnings: impl IntoIterator<Item = String>) {
-        self.attached.warnings.extend(warnings);
+    /// `blkq show` prints the warning until the daemon exits.
+    pub fn add_warning(&mut self, warning: String) {
+        self.attached.warnings.push(warning);
     }
 
     fn running(&self) -> Outcome<Arc<Running>> {
@@ -154,10 +153,6 @@ impl Device {
     /// Whether a block device of the kernel survives this process.
     pub fn leaves_block_device(&self) -> bool {
         self.has_block_device.load(SeqCst)
-    }
-
-    pub fn events(&self) -> &Events {
-        &self.events
     }
 
     /// Returns the new size, or `None` if the image has not changed. Fails as [`Device::resize`] does.
@@ -183,11 +178,6 @@ impl Device {
     fn begin_change_if(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
         let changing = lock(&self.changing);
         permit().map(|()| changing)
-    }
-
-    /// `None` if the device has stopped.
-    pub fn statistics(&self) -> Option<Statistics> {
-        self.meter.statistics()
     }
 
     /// Affects clients that connect from now on. Returns the directory, or `None` if there are no
@@ -236,18 +226,9 @@ impl Device {
         let prepared = running.disk.prepare_resize(bytes);
         let after = prepared.map_err(|e| Failure::of(e, ErrorKind::Unsupported, other))?;
         // This keeps new clients away, which would use the old size.
-        let _unused = if after < before && !force {
-            let unused = running.claim_unused(user).map_err(|failure| {
-                failure.during(format_args!(
-                    "shrink from {} to {}",
-                    format_bytes(before),
-                    format_bytes(after)
-                ))
-            })?;
-            Some(unused)
-        } else {
-            None
-        };
+        let shrink = || format!("shrink from {} to {}", format_bytes(before), format_bytes(after));
+        let unused = (after < before && !force).then(|| running.claim_unused(user)).transpose();
+        let _unused = unused.map_err(|failure| failure.during(shrink()))?;
         let bytes = match &running.servers.unaligned {
             Some(lock) => lock.resize(&running.disk, bytes)?,
             None => running.disk.resize(bytes)?,

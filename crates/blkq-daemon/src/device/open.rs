@@ -7,10 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blkq::{Disk, EngineHandle};
-use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::Membership;
 use blkq_protocol::info::{Confinement, DaemonState, StateFile};
 use blkq_protocol::options::{AttachOptions, Export, Record, with_write_access};
 use blkq_protocol::state::{Claim, DYING_WAIT};
@@ -19,12 +17,10 @@ use super::background::BackgroundThreads;
 use super::disk::ServedDisk;
 use super::events::{Events, new_event};
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
-use super::image::{
-    absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
-};
-use super::listen::{Sockets, addresses, vhost_address};
+use super::image::{absolute, image_name, keep_format, keep_size, serves_bytes, with_ceph_files};
+use super::listen::Sockets;
 use super::meter::Meter;
-use super::opened::{Children, Opened};
+use super::opened::{Children, Opened, Source};
 use super::running::Running;
 use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
@@ -56,56 +52,45 @@ impl Device {
         if claim.is_of_guest() {
             keep_format(&mut options);
         }
-        let options = &options;
-        let exports = choose_exports(options, &inherited)?;
-        let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
-        let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let check = || claim.dir().check_not_waiting(claim.name(), options);
-        // Check before opening the image, because opening may change it, and again when it is locked, because
-        // a daemon may have exited in between.
-        check()?;
-        let open = |journals| {
-            let predecessor = claim.owner_before(&image_name(&options.image));
-            let opened = open_driver(claim.dir(), options, exports.ublk, None, wait, predecessor, journals);
-            let opened = opened.map_err(|error| refusal(error, options, claim))?;
-            check().map(|()| opened)
-        };
-        let identity = Identity::of_new();
-        let served = Served::record(&recorded, claim, exports.ublk.then_some(identity))?;
-        let number = served.number;
-        let intent = settings.clone();
-        let mut options = options.clone();
-        let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };
-        let options = &options;
-        let attach =
-            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
-                let Some((setup, users)) = children else { return Ok(None) };
-                // The state file is written before the block device is created, so that a block device never
-                // exists without one, even if this daemon is killed.
-                claim.write_state(&DaemonState {
-                    pid: std::process::id(),
-                    image: number,
-                    exports: Vec::new(),
-                    settings: intent.clone(),
-                })?;
-                let copy = options.copy.mode();
-                let options = UblkOptions {
-                    identity,
-                    recoverable: !disk.driver().is_lost_with_process(),
-                    partscan: !options.partscan.refused,
-                    copy,
-                    threads_per_queue: options.threads_per_queue,
-                    setup,
-                    users,
-                    failure_event,
-                };
-                let started = UblkDevice::start(disk, engines, options);
-                Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
-            };
-        let sockets = Sockets { nbd: listen, vhost: vhost_address(options, claim)? };
+        let exports = choose_exports(&options, &inherited)?;
         let has_block_device = exports.ublk;
-        let plan = Plan { options, claim, sockets, served, has_block_device, settings, is_successor: false };
-        let mut device = Device::serve(plan, open, attach)?;
+        let sockets = Sockets::new(&options, claim, exports.nbd, inherited)?;
+        let before = claim.before(&image_name(&options.image));
+        let wait = if before.is_some() { DYING_WAIT } else { IN_USE_WAIT };
+        let predecessor = before.and_then(|before| before.owner.clone());
+        // Checked before the image is opened, because opening may change it.
+        claim.dir().check_not_waiting(claim.name(), &options)?;
+        let identity = Identity::of_new();
+        let served = Served::record(&recorded, claim, has_block_device.then_some(identity))?;
+        let (number, intent) = (served.number, settings.clone());
+        let fewer_threads = if has_block_device { limit_threads(&mut options)? } else { None };
+        let options = &options;
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], (setup, users): Children, failure_event| {
+            // The state file is written before the block device is created, so that a block device never
+            // exists without one, even if this daemon is killed.
+            claim.write_state(&DaemonState {
+                pid: std::process::id(),
+                image: number,
+                exports: Vec::new(),
+                settings: intent,
+            })?;
+            let copy = options.copy.mode();
+            let options = UblkOptions {
+                identity,
+                recoverable: !disk.driver().is_lost_with_process(),
+                partscan: !options.partscan.refused,
+                copy,
+                threads_per_queue: options.threads_per_queue,
+                setup,
+                users,
+                failure_event,
+            };
+            UblkDevice::start(disk, engines, options).map_err(|error| no_block_device(error, copy))
+        };
+        let source = Source { device_bytes: None, wait, predecessor };
+        let plan =
+            Plan { options, claim, sockets, source, served, has_block_device, settings, is_successor: false };
+        let mut device = Device::serve(plan, attach)?;
         device.attached.fallback = exports.no_ublk;
         device.attached.warnings.extend(fewer_threads);
         Ok(device)
@@ -131,44 +116,24 @@ impl Device {
         let bytes = size_of(identity)?;
         keep_size(&mut options, bytes);
         // The files may have been replaced by those of another device that waits.
-        let check = || claim.dir().check_not_waiting(claim.name(), &options);
-        check()?;
+        claim.dir().check_not_waiting(claim.name(), &options)?;
         let served = Served::record(recorded, claim, Some(identity))?;
-        let nbd = options.exports.contains(&Export::Nbd);
-        let listen = if nbd { addresses(&options, claim, inherited)? } else { Vec::new() };
-        let attach =
-            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
-                let Some(children) = children else { return Ok(None) };
-                let taken_over =
-                    UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
-                Ok(Some(taken_over.map_err(not_taken_over)?))
-            };
-        let predecessor = state.owner;
-        let open = |journals| {
-            let opened = open_driver(
-                claim.dir(),
-                &options,
-                true,
-                Some(bytes),
-                DYING_WAIT,
-                predecessor.clone(),
-                journals,
-            );
-            let opened = opened.map_err(|error| refusal(error, &options, claim))?;
-            check().map(|()| opened)
+        let sockets = Sockets::new(&options, claim, options.exports.contains(&Export::Nbd), inherited)?;
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], children, failure_event| {
+            let taken_over = UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
+            taken_over.map_err(not_taken_over)
         };
-        let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
-        let settings = state.settings;
         let plan = Plan {
             options: &options,
             claim,
             sockets,
+            source: Source { device_bytes: Some(bytes), wait: DYING_WAIT, predecessor: state.owner },
             served,
             has_block_device: true,
-            settings,
+            settings: state.settings,
             is_successor: true,
         };
-        let mut device = Device::serve(plan, open, attach)?;
+        let mut device = Device::serve(plan, attach)?;
         device.attached.warnings.extend(fewer_threads);
         Ok(device)
     }
@@ -176,30 +141,25 @@ impl Device {
     /// `attach` creates or takes over the block device, if there is one. Fails as [`Device::open`] does.
     pub(super) fn serve(
         plan: Plan,
-        open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
-        attach: impl FnOnce(
-            &Arc<Disk>,
-            &[EngineHandle],
-            Option<Children>,
-            Arc<OwnedFd>,
-        ) -> Outcome<Option<UblkDevice>>,
+        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle], Children, Arc<OwnedFd>) -> Outcome<UblkDevice>,
     ) -> Outcome<Device> {
-        let Plan { options, claim, sockets, mut served, has_block_device, settings, is_successor } = plan;
+        let Plan { options, claim, sockets, source, mut served, has_block_device, settings, is_successor } =
+            plan;
         let settings = DeviceSettings::new(options, settings);
         let mut saved = settings.saved();
         let mut options = options.clone();
         saved.apply_to(&mut options);
         let options = &options;
         let idle = new_event()?;
-        let is_after = is_successor || claim.is_after(&image_name(&options.image));
+        let is_after = is_successor || claim.before(&image_name(&options.image)).is_some();
 
-        let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), open)?;
+        let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), source)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
         claim.write_owner(source.driver.owner().as_deref())?;
 
         let partscan = has_block_device && !options.partscan.refused;
         let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, is_successor, partscan)?;
-        let handles = of_disk.handles();
+        let handles: Vec<_> = of_disk.engines.iter().map(|engine| engine.handle().clone()).collect();
         // `engines` is declared last, so it is dropped first if a later step fails: this thread closes the
         // image, which the confined engines must not do.
         let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
@@ -220,8 +180,8 @@ impl Device {
         let (servers, of_servers) = Servers::start(options, sockets, context)?;
         let mut running =
             Running { servers, ublk: None, engines, bitmaps, image: Mutex::new(source.image), disk };
-        running.ublk = attach(&running.disk, &handles, children, events.failure.clone())
-            .inspect_err(|_| running.servers.close())?;
+        let ublk = children.map(|children| attach(&running.disk, &handles, children, events.failure.clone()));
+        running.ublk = ublk.transpose().inspect_err(|_| running.servers.close())?;
         needs.block_device = running.ublk.as_ref().map(|ublk| ublk.identity().id);
         served.image = image;
 
@@ -244,7 +204,7 @@ impl Device {
             partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
             flushes_ignored: options.unsafe_flush_ignore,
         };
-        let group = Membership::new(group);
+        let group = Arc::new(Mutex::new(group));
         Ok(Device {
             meter: Meter::new(claim.name(), &running, &background.hangs, group.clone()),
             attached,
@@ -280,6 +240,7 @@ pub(super) struct Plan<'a> {
     pub(super) options: &'a AttachOptions,
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
+    pub(super) source: Source,
     pub(super) served: Served,
     /// The device has a block device, or will have one.
     pub(super) has_block_device: bool,

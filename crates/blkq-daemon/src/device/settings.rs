@@ -110,7 +110,7 @@ impl Device {
             Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
             Key::EarlySubmission => Setting::EarlySubmission(now.early_submission),
             Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
-            Key::Group => Setting::Group(Some(self.group.group()?)),
+            Key::Group => Setting::Group(Some(lock(&self.group).as_ref()?.name().to_owned())),
             Key::HangWarning => Setting::HangWarning(lock(&self.background).as_ref()?.hangs.counters.limit()),
             Key::Iostats => Setting::Iostats(now.iostats),
             Key::Limit => Setting::Limit(match disk.ceiling() {
@@ -134,17 +134,20 @@ impl Device {
     pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
         let running = self.running()?;
         let _changing = self.begin_change_if(permit)?;
-        check_no_ceiling(&running.disk)?;
+        if running.disk.ceiling() != Ceiling::NotSearched {
+            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
+            return Err(Failure::new(rule));
+        }
         let weight = running.disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
         let (joined, member) = Joined::over(file, name, &self.attached.name, weight)?;
-        let mut watch = GroupWatch::new(joined.keeper(&member), running.disk.clone());
+        let mut watch = GroupWatch::new(&joined, &member, running.disk.clone());
         let mut background = lock(&self.background);
         let background = background.as_mut().ok_or_else(stopping)?;
         // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
         // stop before the disk gets a member of another group.
         background.group = None;
         running.disk.join_group(member);
-        self.group.replace(Some(joined));
+        *lock(&self.group) = Some(joined);
         if let Err(failure) = watch.start(log::line) {
             self.remove_from_group(&running);
             self.settings.note_group(None);
@@ -164,7 +167,7 @@ impl Device {
 
     fn remove_from_group(&self, running: &Running) {
         running.disk.leave_group();
-        self.group.replace(None);
+        *lock(&self.group) = None;
     }
 }
 
@@ -217,7 +220,14 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
         Setting::ReadOnly(on) => {
             let was = disk.limits().read_only;
             of_disk(blkq::Setting::ReadOnly(*on))?;
-            of_device(&|_, running| set_block_device_read_only(running, *on, was))
+            of_device(&|_, running| {
+                let Some(ublk) = &running.ublk else { return Ok(()) };
+                ublk.set_read_only(*on).map_err(|error| {
+                    // The error of the block device is the reason for the failure.
+                    let _ = disk.set(blkq::Setting::ReadOnly(was));
+                    Failure::of(error, ErrorKind::Unsupported, "detach the device and attach it again")
+                })
+            })
         }
         Setting::ReceiveBackoff(on) => of_nbd(|switches| &switches.receive_backoff, *on),
         Setting::Scheduler(kind) => of_disk(blkq::Setting::Scheduler(*kind)),
@@ -248,32 +258,12 @@ fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     )))
 }
 
-fn check_no_ceiling(disk: &Disk) -> Outcome {
-    match disk.ceiling() {
-        Ceiling::NotSearched => Ok(()),
-        _ => Err(Failure::new(
-            "a device with limit=auto cannot be in a group; set limit=none or another limit first",
-        )),
-    }
-}
-
-/// Changes the kernel's block device, if there is one. If this fails, the disk is again as it `was`.
-fn set_block_device_read_only(running: &Running, on: bool, was: bool) -> Outcome {
-    let Some(ublk) = &running.ublk else { return Ok(()) };
-    ublk.set_read_only(on).map_err(|error| {
-        // The error of the block device is the reason for the failure.
-        let _ = running.disk.set(blkq::Setting::ReadOnly(was));
-        Failure::of(error, ErrorKind::Unsupported, "detach the device and attach it again")
-    })
-}
-
 fn not_set(error: blkq::Error) -> Failure {
     Failure::of(error, ErrorKind::Lost, "detach the device and attach it again")
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
 
     use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
@@ -285,8 +275,8 @@ mod tests {
     use super::super::Served;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
+    use super::super::opened::Source;
     use super::*;
-    use crate::device::image::open_driver;
 
     /// The file was written by an older version, whose daemons stored settings as the user had typed them.
     #[test]
@@ -302,7 +292,6 @@ mod tests {
         // A setting that was removed is dropped without a warning.
         saved.retain(|(key, _)| !is_removed(key));
         let claim = dir.claim("saved").unwrap();
-        let open = |_| Ok(open_driver(claim.dir(), &options, false, None, Duration::ZERO, None, None)?);
         let sockets = Sockets::default();
         let served = Served { image: String::new(), number: 0, attach_options: None };
         let settings = saved.clone();
@@ -310,12 +299,13 @@ mod tests {
             options: &options,
             claim: &claim,
             sockets,
+            source: Source::default(),
             served,
             has_block_device: false,
             settings,
             is_successor: true,
         };
-        let device = Device::serve(plan, open, |_, _, _, _| Ok(None)).unwrap();
+        let device = Device::serve(plan, |_, _, _, _| unreachable!()).unwrap();
         let info = device.info().unwrap();
         let now = |key: &str| {
             let all = info.settings.iter().chain(&info.driver_facts);
@@ -383,20 +373,19 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox", "--group", "g"]);
         let claim = dir.claim("groupless").unwrap();
         let serve = |is_successor| {
-            let open = |_| Ok(open_driver(claim.dir(), &options, false, None, Duration::ZERO, None, None)?);
-            let attach = |_: &_, _: &[_], _, _| Ok(None);
             let sockets = Sockets::default();
             let served = Served { image: String::new(), number: 0, attach_options: None };
             let plan = Plan {
                 options: &options,
                 claim: &claim,
                 sockets,
+                source: Source::default(),
                 served,
                 has_block_device: false,
                 settings: Vec::new(),
                 is_successor,
             };
-            Device::serve(plan, open, attach)
+            Device::serve(plan, |_, _, _, _| unreachable!())
         };
         // In the first round the group does not exist; in the second its file is empty.
         for why in ["there is no group g", "group g is damaged"] {

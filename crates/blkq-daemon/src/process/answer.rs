@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use blkq_protocol::control::{
-    BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, NewSize, Request, parse_request, reply_line,
+    BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, NewSize, Request, is_readable, parse_request, reply_line,
 };
 use blkq_protocol::failure::{EXIT_LEFT, Failure, Outcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -24,8 +24,9 @@ pub(super) const ANSWERING_MAX: usize = 16;
 const SENT_WAIT: Duration = Duration::from_millis(1);
 
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
-    let started = admit(shared, stream).and_then(|stream| serve_on_thread(shared, stream));
-    if let Err((stream, why)) = started {
+    if let Some(stream) = admit(shared, stream)
+        && let Err((stream, why)) = serve_on_thread(shared, stream)
+    {
         reject(&stream, why);
     }
 }
@@ -36,15 +37,9 @@ pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
     let _ = shutdown(control, Shutdown::Read);
     let until = Instant::now() + LEAVE_WAIT;
     while let Ok((stream, _)) = control.accept() {
-        let stream = match admit(shared, stream) {
-            Ok(stream) => stream,
-            Err((stream, why)) => {
-                reject(&stream, why);
-                continue;
-            }
-        };
+        let Some(stream) = admit(shared, stream) else { continue };
         if let Err((stream, why)) = serve_on_thread(shared, stream) {
-            match has_sent(&stream, until.saturating_duration_since(Instant::now())) {
+            match is_readable(&*stream, Some(until)) {
                 true => serve(shared, stream, until.max(Instant::now() + SENT_WAIT)),
                 false => reject(&stream, why),
             }
@@ -52,20 +47,22 @@ pub(super) fn accept_all(shared: &Arc<Shared>, control: &UnixListener) {
     }
 }
 
-/// A client that is rejected, and why.
-type Rejected = (Arc<UnixStream>, &'static str);
-
-fn admit(shared: &Shared, stream: UnixStream) -> Result<Arc<UnixStream>, Rejected> {
-    let stream = Arc::new(stream);
+/// Rejects the client and returns `None` unless its user may send commands.
+fn admit(shared: &Shared, stream: UnixStream) -> Option<Arc<UnixStream>> {
     // The mode of the socket restricts users already, but the socket may have been moved to another
     // directory.
-    match Peer::of(&*stream) {
-        Ok(peer) if peer.uid == shared.owner || peer.uid.is_root() => Ok(stream),
-        _ => Err((stream, "only root and the user who runs the daemon may send commands")),
+    if !Peer::of(&stream).is_ok_and(|peer| peer.uid == shared.owner || peer.uid.is_root()) {
+        reject(&stream, "only root and the user who runs the daemon may send commands");
+        return None;
     }
+    Some(Arc::new(stream))
 }
 
-fn serve_on_thread(shared: &Arc<Shared>, stream: Arc<UnixStream>) -> Result<(), Rejected> {
+/// If no thread can serve the client, returns the client and the reason.
+fn serve_on_thread(
+    shared: &Arc<Shared>,
+    stream: Arc<UnixStream>,
+) -> Result<(), (Arc<UnixStream>, &'static str)> {
     if shared.answering() >= ANSWERING_MAX {
         return Err((stream, "too many commands at the same time; try again"));
     }
@@ -82,10 +79,8 @@ fn reject(stream: &UnixStream, why: &str) {
 
 /// Executes the client's command, which must arrive before `until`.
 fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
-    if !has_sent(&stream, LEAVE_WAIT.min(until.saturating_duration_since(Instant::now()))) {
-        shared.without_answer(|| {
-            has_sent(&stream, until.saturating_duration_since(Instant::now()));
-        });
+    if !is_readable(&*stream, Some(until.min(Instant::now() + LEAVE_WAIT))) {
+        shared.without_answer(|| _ = is_readable(&*stream, Some(until)));
     }
     let request = match read_request(&stream, until) {
         Ok(request) => request,
@@ -105,8 +100,8 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
     };
     let reply = match request {
         Request::Ping {} => reply_line(Ok(())),
-        Request::Show {} => reply_line(shared.device().info()),
-        Request::Stat {} => reply_line(Ok(shared.device().statistics())),
+        Request::Show {} => reply_line(shared.device.info()),
+        Request::Stat {} => reply_line(Ok(shared.device.meter.statistics())),
         Request::Set { settings } => reply_line(shared.set(&settings, &permit).inspect_err(refused)),
         Request::Resize { size, grow_by, force, user } => {
             let new = match (size, grow_by) {
@@ -116,11 +111,11 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
             };
             log::line(&format!("resize {new}"));
             let open = shared.stage().check();
-            let resize = || shared.device().resize(new, force, user, &permit);
+            let resize = || shared.device.resize(new, force, user, &permit);
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
         Request::Resume { fail } => {
-            let resumed = shared.device().resume(fail);
+            let resumed = shared.device.resume(fail);
             if let Ok(count) = &resumed {
                 let requests = if *count == 1 { "request" } else { "requests" };
                 log::line(&format!(
@@ -130,11 +125,11 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
             }
             reply_line(resumed)
         }
-        Request::Bitmaps {} => reply_line(shared.device().bitmaps()),
+        Request::Bitmaps {} => reply_line(shared.device.bitmaps()),
         Request::BitmapFile {} => {
             let file = ask_for_file(shared, &stream);
             let open = shared.stage().check();
-            let set = |file| open.and_then(|()| shared.device().set_bitmap_file(file, &permit));
+            let set = |file| open.and_then(|()| shared.device.set_bitmap_file(file, &permit));
             reply_line(file.and_then(set))
         }
         Request::JoinGroup { group } => {
@@ -145,13 +140,11 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
         Request::Bitmap { change } => {
             log::line(&format!("bitmap: {change}"));
             let open = shared.stage().check();
-            reply_line(
-                open.and_then(|()| shared.device().change_bitmap(&change, &permit)).inspect_err(refused),
-            )
+            reply_line(open.and_then(|()| shared.device.change_bitmap(&change, &permit)).inspect_err(refused))
         }
         Request::Apply { settings } => reply_line(shared.apply(&settings, &permit).inspect_err(refused)),
         Request::ReloadCertificates {} => {
-            let reloaded = shared.device().reload_certificates().inspect_err(refused);
+            let reloaded = shared.device.reload_certificates().inspect_err(refused);
             if let Ok(Some(directory)) = &reloaded {
                 log::line(&format!("reloaded the certificates in {}", directory.display()));
             }
@@ -204,12 +197,6 @@ fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::empty())];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok()
         && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
-}
-
-/// Whether the client sends something, or closes the connection, within `wait`. A signal ends the wait.
-fn has_sent(stream: &UnixStream, wait: Duration) -> bool {
-    let wait = Timespec { tv_sec: wait.as_secs().cast_signed(), tv_nsec: wait.subsec_nanos().into() };
-    poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&wait)) != Ok(0)
 }
 
 /// Reads one line, at most [`LINE_BYTES_MAX`] long.

@@ -40,7 +40,7 @@ pub(super) fn serve_snapshot(
     shared.stage().check()?;
     // Most of the data is flushed here, while I/O continues and before any device of the snapshot is stopped.
     // The stage is not locked: a flush may take long or hang, and a forced stop must not wait for it.
-    shared.device().flush()?;
+    shared.device.flush()?;
     reply();
     let file = receive_file(stream)?;
     // The next daemon reads what is written here, so the stage is locked: nothing may be changed once the
@@ -51,9 +51,8 @@ pub(super) fn serve_snapshot(
         reply();
         wait(stream)
     };
-    let warnings =
-        shared.device().snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
-    log::line(&format!("snapshot: the active image is now {}", shared.device().image()));
+    let warnings = shared.device.snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
+    log::line(&format!("snapshot: the active image is now {}", shared.device.image()));
     warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
     Ok(Snapshotted { warnings })
 }
@@ -70,7 +69,7 @@ pub(super) fn serve_commit(
     let number = recorded(image)?;
     let client = client_of(stream);
     shared.stage().check()?;
-    let device = shared.device();
+    let device = &shared.device;
     device.check_committable()?;
     next(BegunCommit { sector_size: device.info()?.sector_size });
     let mut files = receive_files(stream)?.into_iter();
@@ -106,7 +105,7 @@ pub(super) fn serve_commit(
 pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome {
     let tracer = client_of(stream);
     shared.stage().check()?;
-    let trace = shared.device().trace(ring_bytes, &tracer)?;
+    let trace = shared.device.trace(ring_bytes, &tracer)?;
     send_with_file(stream, trace.memory.file())?;
     log::line(&format!("trace: started by {tracer}"));
     shared.without_answer(|| _ = is_readable(stream, None));

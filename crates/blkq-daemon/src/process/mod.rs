@@ -30,7 +30,7 @@ use rustix::process::{geteuid, umask};
 
 use crate::device::{self, Device, FLUSHES_IGNORED, take};
 use crate::log;
-use crate::pid_file::PidFile;
+use crate::pid_file::{self, PidFile};
 use crate::sandbox::operations::OPERATIONS;
 
 use answer::{accept, accept_all, answer};
@@ -59,7 +59,16 @@ impl Serve for Daemon {
     const OPERATIONS: &'static [Operation] = &OPERATIONS;
 
     fn start(start: Start<'_>, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
-        let (dir, signals) = Daemon::begin()?;
+        // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
+        let _ = rustix::thread::set_name(c"blkq");
+        log::abort_on_panic();
+        let signals = Signals::install(&signals::DAEMON)?;
+        systemd::connect_manager();
+        raise_limits();
+        let dir = StateDir::locate()?;
+        dir.create()?;
+        // Sockets and files must be private to their owner from the moment they are created.
+        umask(Mode::from_bits_truncate(0o177));
         let is_new = matches!(start, Start::New(_));
         let resolved = |options: &AttachOptions| device::absolute(&device::with_ceph_files(options));
         let (claim, options, settings, orphan) = match start {
@@ -97,14 +106,14 @@ impl Serve for Daemon {
     }
 
     fn info(&self) -> Outcome<DeviceInfo> {
-        self.shared.device().info_at_attach()
+        self.shared.device.info_at_attach()
     }
 
     fn run(mut self) -> ExitCode {
         // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
-            let events = self.shared.device().events();
+            let events = &self.shared.device.events;
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
                 PollFd::new(&self.signals, PollFlags::IN),
@@ -133,7 +142,7 @@ impl Serve for Daemon {
                     Some(Termination::ExitAtOnce) => return self.exit_at_once(),
                 }
             }
-            if failed && let Some(failure) = self.shared.device().take_failure() {
+            if failed && let Some(failure) = self.shared.device.take_failure() {
                 log::line(&format!(
                     "exiting immediately: {failure}; requests in flight wait for `blkq recover`"
                 ));
@@ -149,7 +158,7 @@ impl Serve for Daemon {
                 resize_due = !self.shared.size_changed();
             }
             if rejections {
-                self.shared.device().log_rejections();
+                self.shared.device.log_rejections();
             }
             if idle {
                 take(&events.idle);
@@ -190,20 +199,6 @@ impl Serve for Daemon {
 }
 
 impl Daemon {
-    fn begin() -> Outcome<(StateDir, Signals)> {
-        // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
-        let _ = rustix::thread::set_name(c"blkq");
-        log::abort_on_panic();
-        let signals = Signals::install(&signals::DAEMON)?;
-        systemd::connect_manager();
-        raise_limits();
-        let dir = StateDir::locate()?;
-        dir.create()?;
-        // Sockets and files must be private to their owner from the moment they are created.
-        umask(Mode::from_bits_truncate(0o177));
-        Ok((dir, signals))
-    }
-
     fn ready(
         mut claim: Claim,
         signals: Signals,
@@ -239,9 +234,14 @@ impl Daemon {
             claim.keep(true);
         }
         let mut announce = || -> Outcome<(Option<PidFile>, File)> {
-            let (pid_file, no_pid_file) =
-                if is_successor { PidFile::write_or_warn(options) } else { (PidFile::write(options)?, None) };
-            device.add_warnings(no_pid_file);
+            let pid_file = match PidFile::write(options) {
+                // The clients of the device wait for it, and no pid file is worth their I/O.
+                Err(failure) if is_successor => {
+                    device.add_warning(pid_file::warning(&failure));
+                    None
+                }
+                written => written?,
+            };
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
                 // Otherwise the daemon would keep an unrelated file system busy.
@@ -292,7 +292,7 @@ impl Daemon {
         match signal {
             Signal::Hangup => {
                 self.shared.spawn(move |shared| {
-                    let done = match shared.device().reload_certificates() {
+                    let done = match shared.device.reload_certificates() {
                         Ok(None) => "no certificates to reload".to_owned(),
                         Ok(Some(directory)) => {
                             format!("reloaded the certificates in {}", directory.display())
@@ -313,14 +313,13 @@ impl Daemon {
     /// and `blkq detach` find it.
     fn exit_at_once(self) -> ExitCode {
         let Daemon { shared, mut claim, .. } = self;
-        claim.keep(shared.device().leaves_block_device());
+        claim.keep(shared.device.leaves_block_device());
         // Dropping this would wait for the engines, which may have I/O that never completes.
         std::mem::forget(shared);
-        match claim.is_kept() {
+        if claim.is_kept() {
             // The lock must be held until the process has exited: until then, the kernel treats it as the
             // server of the block device, and another daemon cannot recover it.
-            true => std::mem::forget(claim),
-            false => drop(claim),
+            std::mem::forget(claim);
         }
         ExitCode::from(EXIT_FAILED)
     }
@@ -331,7 +330,7 @@ impl Daemon {
         accept_all(&shared, &control);
         shared.wait_for_answers(0, STOP_WAIT);
         drop((control, pid_file));
-        claim.keep(shared.device().leaves_block_device());
+        claim.keep(shared.device.leaves_block_device());
         drop(claim);
         drop(shared);
         let outcome = stopped.flushed.map_err(|e| e.during("detached"));

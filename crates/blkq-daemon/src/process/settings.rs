@@ -16,14 +16,14 @@ impl Shared {
     pub(super) fn join_group(&self, group: &str, file: File, permit: Permit) -> Outcome {
         self.stage().check()?;
         let group = parse_new_group_name(group).map_err(Failure::new)?;
-        self.save(self.device().join_group(&group, file, permit), "joined, but not saved")
+        self.save(self.device.join_group(&group, file, permit), "joined, but not saved")
     }
 
     /// Changes all settings whose value differs, and reloads the certificates: all of it, or nothing.
     pub(super) fn apply(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
         self.stage().check()?;
-        let changes = self.device().prepare_changes(settings)?;
-        let certificates = self.device().prepare_certificates()?;
+        let changes = self.device.prepare_changes(settings)?;
+        let certificates = self.device.prepare_certificates()?;
         let mut done = Vec::new();
         let set = changes.iter().try_for_each(|change| {
             let (key, value) = change.to.to_text();
@@ -47,7 +47,7 @@ impl Shared {
     fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
         for change in done.iter().rev() {
             log::line(&format!("undo {}", change.to.name()));
-            if let Err(e) = self.device().undo(change) {
+            if let Err(e) = self.device.undo(change) {
                 let (key, value) = change.to.to_text();
                 failure = Failure::new(format!("{failure} ({key}={value} could not be undone: {e})"));
             }
@@ -61,7 +61,7 @@ impl Shared {
         match *stage {
             // If one of several settings could not be set, those before it were set, and are saved.
             Stage::Serving => {
-                let written = self.device().state().and_then(|state| self.write_state(&state));
+                let written = self.device.state().and_then(|state| self.write_state(&state));
                 changed.and(written.map_err(|e| e.during(format_args!("{otherwise} for the next daemon"))))
             }
             // The next daemon has already read the state file, so the change would be lost.
@@ -74,7 +74,10 @@ impl Shared {
     pub(super) fn change(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key}={value}"));
-            self.set_one(key, value, permit).map_err(|e| {
+            // An option that was removed is still accepted and ignored.
+            let set = || self.change_to(&self.device.read_setting(key, value)?, permit);
+            let changed = if is_removed(key) { Ok(()) } else { set() };
+            changed.map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =
                     if done > 0 { format!(" (already set: {})", before.join(", ")) } else { String::new() };
@@ -84,18 +87,11 @@ impl Shared {
         Ok(())
     }
 
-    fn set_one(&self, key: &str, value: &str, permit: Permit) -> Outcome {
-        if is_removed(key) {
-            return Ok(());
-        }
-        self.change_to(&self.device().read_setting(key, value)?, permit)
-    }
-
     fn change_to(&self, setting: &Setting, permit: Permit) -> Outcome {
         // After `autoclear=off` has succeeded, the device must not detach. So the stage must not change before
         // the setting has.
         let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
         staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
-        self.device().set(setting, permit)
+        self.device.set(setting, permit)
     }
 }

@@ -32,7 +32,7 @@ const ANSWER_STACK_BYTES: usize = 256 << 10;
 pub(super) struct Shared {
     /// The user who runs the daemon.
     pub(super) owner: Uid,
-    device: Device,
+    pub(super) device: Device,
     /// Locked while a change of the stage is decided, and while the state file is written together with it.
     stage: Mutex<Stage>,
     /// Open for writing, because a confined daemon cannot open files in its directory.
@@ -111,10 +111,6 @@ impl Shared {
             stopped,
             waker,
         })
-    }
-
-    pub(super) fn device(&self) -> &Device {
-        &self.device
     }
 
     /// Threads that [`Shared::spawn`] started and that have not ended.

@@ -31,7 +31,7 @@ use crate::failure::similar::closest;
 use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
-use crate::state::{DYING_WAIT, Found, StateDir};
+use crate::state::{DYING_WAIT, Found, StateDir, json_line, last_words};
 pub use stopped::is_readable;
 use stopped::{Stopped, connect, wait_for};
 
@@ -178,9 +178,7 @@ pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
 
 /// Fails if the line is longer than [`REPLY_BYTES_MAX`].
 pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
-    let mut line =
-        serde_json::to_vec(reply).map_err(|e| Failure::new(format!("cannot encode the reply: {e}")))?;
-    line.push(b'\n');
+    let line = json_line(reply).map_err(|e| Failure::new(format!("cannot encode the reply: {e}")))?;
     if line.len() > REPLY_BYTES_MAX {
         return Err(Failure::new(format!("the reply is longer than {REPLY_BYTES_MAX} bytes")));
     }
@@ -201,14 +199,12 @@ struct StopTimeouts {
     forced: Duration,
 }
 
-const STOP_TIMEOUTS: StopTimeouts =
-    StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
-
 /// Sends a request to the daemon of `name`. If the request stops the daemon, also waits until its process has
 /// exited. Returns `None` if no daemon listens under this name. Fails with the daemon's error, or if the daemon does
 /// not answer or stop in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Option<T>> {
-    call_with(dir, name, request, STOP_TIMEOUTS, |what| {
+    let timeouts = StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
+    call_with(dir, name, request, timeouts, |what| {
         print_error(&Failure::new(format!("{name}: waiting for {what}")));
     })
 }
@@ -316,10 +312,9 @@ fn wait_for_stop(
 ) -> io::Result<()> {
     let mut reported: Option<bool> = None;
     while !wait_for(stream, Some(Instant::now() + report_after))? {
-        let remaining = Remaining::of(dir, name);
-        let is_held = matches!(remaining, Remaining::Held(_));
+        let Remaining { what, is_held, .. } = Remaining::of(dir, name);
         if reported.is_none_or(|reported_held| is_held && !reported_held) {
-            report(&remaining.describe(name));
+            report(&what);
             reported = Some(is_held);
         }
         // A forced stop fails held requests, so there is nothing more to report.
@@ -333,51 +328,47 @@ fn wait_for_stop(
     Ok(())
 }
 
-enum Remaining {
-    InFlight(u64),
-    /// Requests that are held after I/O errors. The kernel writes dirty pages back when the last user closes
-    /// the block device, and these writes may fail.
-    Held(u64),
-    /// Clients that have not read all their replies.
-    Clients(Vec<String>),
-    Unknown,
+/// The work that is left until a daemon stops.
+struct Remaining {
+    what: String,
+    /// Requests are held after I/O errors. The kernel writes dirty pages back when the last user closes the block
+    /// device, and these writes may fail.
+    is_held: bool,
+    /// All I/O is complete, but clients have not read all their replies.
+    of_clients: bool,
 }
 
 impl Remaining {
     fn of(dir: &StateDir, name: &str) -> Remaining {
+        let remaining = |what: &str| Remaining { what: what.to_owned(), is_held: false, of_clients: false };
         let Some(statistics) = query::<Statistics>(dir, name, &Request::Stat {}) else {
-            return Remaining::Unknown;
+            return remaining("the daemon to exit");
         };
         let snapshot = statistics.snapshot();
-        let in_flight = snapshot.in_flight.iter().sum();
-        match (snapshot.held, in_flight) {
+        let requests = |count| if count == 1 { "request" } else { "requests" };
+        match (snapshot.held, snapshot.in_flight.iter().sum::<u64>()) {
             (0, 0) if statistics.nbd.is_some_and(|nbd| nbd.connected > 0) => {
                 let clients = query::<Clients>(dir, name, &Request::Show {}).map(|info| info.clients);
                 let waited_for = clients.into_iter().flatten().filter(|client| client.in_flight > 0);
-                Remaining::Clients(waited_for.map(|client| client.peer).collect())
+                let clients: Vec<String> = waited_for.map(|client| client.peer).collect();
+                let what = match &clients[..] {
+                    [] => "clients to disconnect".to_owned(),
+                    [client] => format!("the NBD client ({client}) to take its replies"),
+                    [client, others @ ..] => {
+                        format!("the NBD client ({client}) and {} more to take their replies", others.len())
+                    }
+                };
+                Remaining { of_clients: true, ..remaining(&what) }
             }
-            (0, in_flight) => Remaining::InFlight(in_flight),
-            (held, _) => Remaining::Held(held),
-        }
-    }
-
-    fn describe(&self, name: &str) -> String {
-        let plural = |count: &u64| if *count == 1 { "" } else { "s" };
-        match self {
-            Remaining::InFlight(0) => "the last flush".to_owned(),
-            Remaining::Clients(clients) => match &clients[..] {
-                [] => "clients to disconnect".to_owned(),
-                [client] => format!("the NBD client ({client}) to take its replies"),
-                [client, others @ ..] => {
-                    format!("the NBD client ({client}) and {} more to take their replies", others.len())
-                }
-            },
-            Remaining::InFlight(count) => format!("{count} request{} in flight", plural(count)),
-            Remaining::Held(count) => format!(
-                "{count} request{} held after I/O errors; `blkq resume {name}` reissues them, `blkq resume --fail {name}` fails them",
-                plural(count)
-            ),
-            Remaining::Unknown => "the daemon to exit".to_owned(),
+            (0, 0) => remaining("the last flush"),
+            (0, count) => remaining(&format!("{count} {} in flight", requests(count))),
+            (count, _) => {
+                let what = format!(
+                    "{count} {} held after I/O errors; `blkq resume {name}` reissues them, `blkq resume --fail {name}` fails them",
+                    requests(count)
+                );
+                Remaining { is_held: true, ..remaining(&what) }
+            }
         }
     }
 }
@@ -403,14 +394,11 @@ fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -
     let kill = pid
         .map(|pid| format!("; to abort the I/O in flight, run `kill -9 {}`", pid.as_raw_nonzero()))
         .unwrap_or_default();
-    let remaining = Remaining::of(dir, name);
-    let reason = match remaining {
-        Remaining::Clients(_) => "",
-        _ => ", because the storage of the image does not respond (see dmesg)",
-    };
+    let Remaining { what, of_clients, .. } = Remaining::of(dir, name);
+    let reason =
+        if of_clients { "" } else { ", because the storage of the image does not respond (see dmesg)" };
     Failure::new(format!(
-        "{name}: still waiting for {} after {} s{reason}; the device detaches when this is done{kill}",
-        remaining.describe(name),
+        "{name}: still waiting for {what} after {} s{reason}; the device detaches when this is done{kill}",
         waited.as_secs()
     ))
 }
@@ -457,21 +445,15 @@ pub fn ask_if_there<T: DeserializeOwned>(
 pub fn no_such_device(name: &str) -> Failure {
     let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
     let file = Path::new(name).file_name().and_then(OsStr::to_str).unwrap_or(name);
-    let similar = match closest(file, names) {
-        Some(similar) => format!("did you mean {similar}? "),
-        None => String::new(),
-    };
+    let similar = closest(file, names).map(|similar| format!("did you mean {similar}? ")).unwrap_or_default();
     Failure::new(format!("{name}: no such device; {similar}`blkq list` shows all devices"))
 }
 
 /// The stale files of the daemon were just removed.
 pub fn died(name: &str, last_log_line: &str) -> Failure {
-    let reason = match last_log_line {
-        "" => "empty log".to_owned(),
-        line => format!("last log line: {line}"),
-    };
+    let why = last_words(last_log_line);
     Failure::new(format!(
-        "{name}: the daemon was killed or crashed ({reason}), and its stale files were removed; attach the image again"
+        "{name}: the daemon was killed or crashed ({why}), and its stale files were removed; attach the image again"
     ))
 }
 
@@ -479,9 +461,7 @@ pub fn died(name: &str, last_log_line: &str) -> Failure {
 /// ECONNRESET. That error is ignored here: the reply says why.
 fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    let mut line = serde_json::to_vec(request)?;
-    line.push(b'\n');
-    match stream.write_all(&line) {
+    match stream.write_all(&json_line(request)?) {
         Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => Ok(()),
         sent => sent,
     }

@@ -73,11 +73,9 @@ pub fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
 
 /// As [`StateDir::connect`], but also fails with [`Stopped`] if the daemon is stopped.
 pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Result<UnixStream> {
-    let is_full =
-        |connected: &io::Result<_>| matches!(connected, Err(e) if e.kind() == io::ErrorKind::TimedOut);
     // A stopped daemon accepts no connections, and further ones fail when the backlog of its socket is full.
     let connected = dir.connect(name, timeout.min(2 * INTERVAL));
-    if !is_full(&connected) {
+    if connected.as_ref().err().is_none_or(|e| e.kind() != io::ErrorKind::TimedOut) {
         return connected;
     }
     match dir.holder(name).filter(|pid| ProcessState::of(*pid) == ProcessState::Stopped) {

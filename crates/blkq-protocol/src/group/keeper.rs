@@ -8,14 +8,14 @@ use blkq::throttle::{Group, Member, RateLimits};
 use blkq::{Disk, PeriodicThread};
 use rustix::fs::ftruncate;
 
-use super::{Joined, has_room, lock_whole, map, unlock, used_slots};
+use super::{EXCLUSIVE, Joined, has_room, lock_whole, map, unlock, used_slots};
 use crate::failure::{Failure, Outcome};
 
 const INTERVAL: Duration = Duration::from_millis(500);
 const STACK_BYTES: usize = 128 << 10;
 
 /// A member's knowledge of its group, which is enough to repair the file.
-pub struct Keeper {
+struct Keeper {
     joined: Joined,
     /// The name of the device as stored in the group, where it may be truncated.
     listed: String,
@@ -24,14 +24,14 @@ pub struct Keeper {
     weight: u32,
 }
 
-pub struct Repaired {
+struct Repaired {
     /// The new membership, if the previous one can no longer be used.
-    pub member: Option<Member>,
-    pub damage: &'static str,
+    member: Option<Member>,
+    damage: &'static str,
 }
 
 impl Keeper {
-    pub(super) fn new(joined: &Joined, member: &Member) -> Keeper {
+    fn new(joined: &Joined, member: &Member) -> Keeper {
         let group = member.group();
         let limits = group.limits().map_or_else(RateLimits::default, |(_, limits)| limits);
         let listed = group.member(joined.slot).map_or_else(|| joined.device.clone(), |member| member.name);
@@ -64,7 +64,7 @@ impl Keeper {
     /// Checks the group of `member`, and repairs it if it is damaged. Fails if the group cannot be repaired
     /// now, because another command has locked it or its file cannot be written. Also fails if the file was
     /// removed; `blkq group` removes only groups without members.
-    pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
+    fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
         if self.joined.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
             let name = &self.joined.name;
             return Err(Failure::new(format!(
@@ -77,7 +77,7 @@ impl Keeper {
         if self.damage(member).is_none() {
             return Ok(None);
         }
-        lock_whole(&self.joined.file, &self.joined.name, true)?;
+        lock_whole(&self.joined.file, &self.joined.name, EXCLUSIVE)?;
         let repaired = self.repair(member);
         unlock(&self.joined.file);
         repaired
@@ -103,20 +103,15 @@ impl Keeper {
         };
         if !group.is_group() {
             is_first = true;
-            group.reset(
-                self.joined.boot,
-                used_slots(&self.joined.file).max(self.joined.slot + 1),
-                &self.limits,
-            );
+            let slots = used_slots(&self.joined.file).max(self.joined.slot + 1);
+            group.reset(self.joined.boot, slots, &self.limits);
         }
         if is_first || group.check().is_err() {
             group.set_limits(&self.limits);
         }
         let is_there = group.member(self.joined.slot).is_some_and(|slot| slot.name == self.listed);
-        let member = match is_broken || !is_there {
-            true => Some(group.join(self.joined.slot, &self.joined.device, self.weight)?),
-            false => None,
-        };
+        let join = || group.join(self.joined.slot, &self.joined.device, self.weight);
+        let member = (is_broken || !is_there).then(join).transpose()?;
         has_room(&self.joined.name, &self.joined.mapping)?;
         Ok(Some(Repaired { member, damage }))
     }
@@ -130,8 +125,8 @@ pub struct GroupWatch {
 }
 
 impl GroupWatch {
-    pub fn new(keeper: Keeper, disk: Arc<Disk>) -> GroupWatch {
-        GroupWatch { keeper: Some((keeper, disk)), thread: None }
+    pub fn new(joined: &Joined, member: &Member, disk: Arc<Disk>) -> GroupWatch {
+        GroupWatch { keeper: Some((Keeper::new(joined, member), disk)), thread: None }
     }
 
     /// Starts the thread, which passes its lines to `log`.
@@ -182,7 +177,7 @@ mod tests {
     impl Device {
         fn join(dir: &StateDir, name: &str, weight: u32) -> Device {
             let (joined, member) = Joined::open(dir, "g", name, weight).unwrap();
-            let keeper = joined.keeper(&member);
+            let keeper = Keeper::new(&joined, &member);
             Device { keeper, member: Arc::new(member), _joined: joined }
         }
 
@@ -287,7 +282,7 @@ mod tests {
         GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
         let (joined, member) = Joined::open(&dir, "g", "a", 3).unwrap();
-        let mut watch = GroupWatch::new(joined.keeper(&member), disk.clone());
+        let mut watch = GroupWatch::new(&joined, &member, disk.clone());
         disk.join_group(member);
         let (log, lines) = channel();
         watch.start(move |line| log.send(line.to_owned()).unwrap()).unwrap();

@@ -17,7 +17,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
-use blkq::sync::lock;
 use blkq::throttle::{Group, MEMBERS_MAX, Member, MemberInfo, RateLimits};
 use blkq_export::mapping::Mapping;
 use rustix::fs::{FlockOperation, OFlags, flock, ftruncate};
@@ -27,9 +26,10 @@ use crate::failure::similar::did_you_mean;
 use crate::failure::{Failure, Outcome};
 use crate::options::parse_group_name;
 use crate::state::StateDir;
+use crate::system::file_names;
 use crate::system::record_lock::{is_byte_locked, lock_byte};
 
-pub use keeper::{GroupWatch, Keeper};
+pub use keeper::GroupWatch;
 
 const DIRECTORY: &str = "groups";
 /// Times of the monotonic clock in the file are valid only for the boot with this ID.
@@ -38,9 +38,10 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// How long to wait for other commands that have locked the group. Each holds the lock only briefly.
 const LOCK_WAIT: Duration = Duration::from_secs(3);
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
+const EXCLUSIVE: FlockOperation = FlockOperation::NonBlockingLockExclusive;
+const SHARED: FlockOperation = FlockOperation::NonBlockingLockShared;
 
 pub struct GroupFile {
-    name: String,
     file: File,
     group: Arc<Group>,
     mapping: Arc<Mapping>,
@@ -64,21 +65,18 @@ fn path(dir: &StateDir, name: &str) -> PathBuf {
 /// The names of all groups, sorted.
 pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
     let directory = dir.path().join(DIRECTORY);
-    let entries = match fs::read_dir(&directory) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(Failure::new(format!("{}: {e}", directory.display()))),
-    };
-    let mut names: Vec<String> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| parse_group_name(name).is_ok())
-        .collect();
-    names.sort();
-    Ok(names)
+    let names = file_names(&directory, "", |name| parse_group_name(name).is_ok());
+    names.map_err(|e| Failure::new(format!("{}: {e}", directory.display())))
 }
 
 /// The ID of this boot. It is read only once, because a confined daemon must not open the file.
-static BOOT: LazyLock<Outcome<[u64; 2]>> = LazyLock::new(read_boot_id);
+static BOOT: LazyLock<Outcome<[u64; 2]>> = LazyLock::new(|| {
+    let failed = |why: String| Failure::new(format!("{BOOT_ID}: {why}"));
+    let text = fs::read_to_string(BOOT_ID).map_err(|e| failed(e.to_string()))?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let id = u128::from_str_radix(&digits, 16).map_err(|e| failed(e.to_string()))?;
+    Ok([(id >> 64) as u64, id as u64])
+});
 
 /// Reads what a daemon needs to join a group after it is confined.
 pub fn prepare() {
@@ -86,19 +84,8 @@ pub fn prepare() {
     LazyLock::force(&BOOT);
 }
 
-fn read_boot_id() -> Outcome<[u64; 2]> {
-    let text = fs::read_to_string(BOOT_ID).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    let id = u128::from_str_radix(&digits, 16).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
-    Ok([(id >> 64) as u64, id as u64])
-}
-
 /// Locks the whole file. Waits at most [`LOCK_WAIT`].
-fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
-    let operation = match is_exclusive {
-        true => FlockOperation::NonBlockingLockExclusive,
-        false => FlockOperation::NonBlockingLockShared,
-    };
+fn lock_whole(file: &File, name: &str, operation: FlockOperation) -> Outcome {
     let until = Instant::now() + LOCK_WAIT;
     loop {
         match flock(file, operation) {
@@ -135,16 +122,16 @@ fn open(dir: &StateDir, name: &str, make: bool) -> Outcome<File> {
 }
 
 /// Returns whether the file still has a name: it may have been removed before the lock was acquired.
-fn lock_named(file: &File, name: &str, is_exclusive: bool) -> Outcome<bool> {
-    lock_whole(file, name, is_exclusive)?;
+fn lock_named(file: &File, name: &str, operation: FlockOperation) -> Outcome<bool> {
+    lock_whole(file, name, operation)?;
     let links = file.metadata().map(|metadata| metadata.nlink());
     links.map(|links| links > 0).map_err(|e| Failure::new(format!("group {name}: {e}")))
 }
 
-fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
+fn open_locked(dir: &StateDir, name: &str, make: bool, operation: FlockOperation) -> Outcome<File> {
     loop {
         let file = open(dir, name, make)?;
-        if lock_named(&file, name, is_exclusive)? {
+        if lock_named(&file, name, operation)? {
             return Ok(file);
         }
     }
@@ -191,7 +178,7 @@ fn damaged(name: &str, why: &str) -> Failure {
 impl GroupFile {
     /// Opens an existing group for reading. Fails if the group does not exist or is damaged.
     pub fn open(dir: &StateDir, name: &str) -> Outcome<(GroupFile, RateLimits)> {
-        let file = open_locked(dir, name, false, false)?;
+        let file = open_locked(dir, name, false, SHARED)?;
         let opened = GroupFile::over(name, file)?;
         unlock(&opened.0.file);
         Ok(opened)
@@ -207,7 +194,7 @@ impl GroupFile {
             ErrorKind::Format => damaged(name, &error.to_string()),
             _ => error.into(),
         })?;
-        Ok((GroupFile { name: name.to_owned(), file, group, mapping }, limits))
+        Ok((GroupFile { file, group, mapping }, limits))
     }
 
     /// Sets the limits of a group. Creates the group if it does not exist, and repairs it if it is damaged.
@@ -216,7 +203,7 @@ impl GroupFile {
         let directory = dir.path().join(DIRECTORY);
         let failed = |e: io::Error| Failure::new(format!("group {name}: {}: {e}", directory.display()));
         DirBuilder::new().mode(0o700).recursive(true).create(&directory).map_err(failed)?;
-        let file = open_locked(dir, name, true, true)?;
+        let file = open_locked(dir, name, true, EXCLUSIVE)?;
         if file.metadata().map_err(failed)?.len() != Group::BYTES as u64 {
             ftruncate(&file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
@@ -235,7 +222,7 @@ impl GroupFile {
 
     /// Removes a group, even if it is damaged. Fails if the group has members.
     pub fn remove(dir: &StateDir, name: &str) -> Outcome {
-        let file = open_locked(dir, name, false, true)?;
+        let file = open_locked(dir, name, false, EXCLUSIVE)?;
         if (0..MEMBERS_MAX).any(|slot| is_byte_locked(&file, slot)) {
             return Err(Failure::new(format!(
                 "group {name} has members (see `blkq group list`); detach them first"
@@ -255,7 +242,7 @@ impl Joined {
     /// Opens the group `name`, and makes `device` a member with the given weight. Fails as
     /// [`GroupFile::open`] does, and if the group has no free slot.
     pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
-        Joined::in_locked(open_locked(dir, name, false, true)?, name, device, weight)
+        Joined::in_locked(open_locked(dir, name, false, EXCLUSIVE)?, name, device, weight)
     }
 
     /// Joins the group whose file another process has opened ([`open_for_daemon`]). Fails as [`Joined::open`]
@@ -264,14 +251,14 @@ impl Joined {
         if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Err(Failure::new(format!("group {name}: not a file")));
         }
-        match lock_named(&file, name, true)? {
+        match lock_named(&file, name, EXCLUSIVE)? {
             true => Joined::in_locked(file, name, device, weight),
             false => Err(Failure::new(format!("the group {name} was removed meanwhile"))),
         }
     }
 
     fn in_locked(file: File, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
-        let (GroupFile { name, file, group, mapping }, _) = GroupFile::over(name, file)?;
+        let (GroupFile { file, group, mapping }, _) = GroupFile::over(name, file)?;
         let boot = BOOT.clone()?;
         if !group.is_of(boot) {
             group.restart(boot, used_slots(&file));
@@ -282,33 +269,17 @@ impl Joined {
         let member = group.join(slot, device, weight)?;
         // The lock on the slot now keeps commands from removing the group.
         unlock(&file);
-        let (device, file) = (device.to_owned(), Arc::new(file));
+        let (name, device, file) = (name.to_owned(), device.to_owned(), Arc::new(file));
         Ok((Joined { name, device, file, slot, boot, mapping }, member))
     }
 
-    pub fn keeper(&self, member: &Member) -> Keeper {
-        Keeper::new(self, member)
+    pub fn name(&self) -> &str {
+        &self.name
     }
 }
 
-/// The group of a device, which can change while the device is served.
-#[derive(Clone)]
-pub struct Membership(Arc<Mutex<Option<Joined>>>);
-
-impl Membership {
-    pub fn new(joined: Option<Joined>) -> Membership {
-        Membership(Arc::new(Mutex::new(joined)))
-    }
-
-    pub fn group(&self) -> Option<String> {
-        lock(&self.0).as_ref().map(|joined| joined.name.clone())
-    }
-
-    /// The slot in the previous group becomes free.
-    pub fn replace(&self, joined: Option<Joined>) {
-        *lock(&self.0) = joined;
-    }
-}
+/// The group of a device, which can change while the device is served. The slot in the previous group becomes free then.
+pub type Membership = Arc<Mutex<Option<Joined>>>;
 
 /// Number of slots up to the last one in use.
 fn used_slots(file: &File) -> usize {
@@ -406,7 +377,7 @@ mod tests {
     fn a_group_that_stays_locked_is_reported() {
         let dir = scratch("group-locked");
         GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
-        let reader = open_locked(&dir, "g", false, false).unwrap();
+        let reader = open_locked(&dir, "g", false, SHARED).unwrap();
         GroupFile::open(&dir, "g").expect("readers do not wait for each other");
         thread::scope(|scope| {
             let failures = [

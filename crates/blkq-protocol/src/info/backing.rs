@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::{DeviceInfo, FileId};
+use crate::options::AttachOptions;
 
 /// A range of bytes of a file, as the options request it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,6 +14,10 @@ pub struct Window {
 }
 
 impl Window {
+    pub fn of(options: &AttachOptions) -> Window {
+        Window { offset: options.offset, size_limit: options.size_limit }
+    }
+
     /// Whether the two ranges have a byte in common if the file is long enough.
     pub fn overlaps(self, other: Window) -> bool {
         let end = |window: Window| window.offset.saturating_add(window.size_limit.unwrap_or(u64::MAX));

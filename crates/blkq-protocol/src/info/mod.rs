@@ -7,12 +7,11 @@ use std::path::{Path, PathBuf};
 
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::{BackingFile, backing_files};
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Export, Format, Record};
+use crate::options::{AttachOptions, Export, Record};
 
 pub use backing::{Backing, Window, fact, is_behind, shown_path};
 pub use file_id::{FileId, RecordedBacking};
@@ -123,6 +122,11 @@ pub struct StateFile {
 }
 
 impl StateFile {
+    /// Whether the device has [`StateFile::guest_options`].
+    pub fn is_guest(&self) -> bool {
+        matches!(self.guest_options(), Ok(Some(_)))
+    }
+
     /// Whether the options for the next daemon are known.
     pub fn has_options(&self) -> bool {
         self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
@@ -344,12 +348,9 @@ impl StateFile {
     pub fn check_image(&self, options: &AttachOptions, is_open: bool) -> Outcome {
         let DriverSpec::Image(path) = &options.image else { return Ok(()) };
         let name = &self.name;
-        let or_accept = match is_open {
-            true => String::new(),
-            false => {
-                format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`")
-            }
-        };
+        let accept =
+            format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`");
+        let or_accept = if is_open { "" } else { &accept };
         let image = [self.file, FileId::of(path)];
         if let [Some(before), Some(now)] = image
             && (before.is_replaced(path, now, is_open)
@@ -361,8 +362,8 @@ impl StateFile {
                 path.display()
             )));
         }
-        let (Some(recorded), Some(Format::Qcow2)) = (&self.backing, options.format) else { return Ok(()) };
-        let found = backing_files(path, options.backing_chain.into());
+        let Some(recorded) = &self.backing else { return Ok(()) };
+        let found = options.backing_files();
         let mut overlay: &Path = path;
         for (at, now) in found.iter().enumerate() {
             let Some(before) = recorded.get(at).filter(|before| before.is_at(now, is_open, image)) else {
@@ -386,13 +387,6 @@ impl StateFile {
             overlay = &now.path;
         }
         Ok(())
-    }
-
-    /// Whether the backing files `found` of the image have other formats than recorded. A raw image that is opened as
-    /// qcow2 would decide by its contents, which a client may have written, which files are opened.
-    pub(crate) fn has_other_formats(&self, found: &[BackingFile]) -> bool {
-        let recorded = self.backing.iter().flatten();
-        recorded.zip(found).any(|(before, now)| before.qcow2 != now.qcow2)
     }
 }
 

@@ -11,12 +11,11 @@ use blkq_drivers::DriverSpec;
 use rustix::fs::{FlockOperation, flock};
 
 use super::dying::DYING_WAIT;
-use super::orphan::{self, orphan};
-use super::remains::last_lines;
+use super::remains::{last_lines, orphaned};
 use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
-use crate::options::{AttachOptions, Export, Format, Record, find_ceph_files, with_write_access};
+use crate::options::{AttachOptions, Export, Record, find_ceph_files, with_write_access};
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.
@@ -173,7 +172,7 @@ pub struct Orphan {
 
 impl Orphan {
     pub fn refusal(&self) -> Failure {
-        Failure::new(orphan::refusal(self.claim.name(), &self.state.exports))
+        Failure::new(orphaned(self.claim.name(), &self.state.exports))
     }
 }
 
@@ -237,10 +236,9 @@ impl Claim {
             {
                 return Ok(Attempt::OfAnotherDisk);
             }
-            let is_guest = |state: &StateFile| matches!(state.guest_options(), Ok(Some(_)));
             let continues = match taker {
                 Taker::Successor => true,
-                Taker::Attach | Taker::AnyName(_) => state.as_ref().is_some_and(is_guest),
+                Taker::Attach | Taker::AnyName(_) => state.as_ref().is_some_and(StateFile::is_guest),
                 Taker::Cleaner => false,
             };
             let before = state.clone();
@@ -263,11 +261,8 @@ impl Claim {
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, before, lock };
             let pid = format!("{}\n", std::process::id());
-            claim
-                .lock
-                .set_len(0)
-                .and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0))
-                .map_err(failure)?;
+            let written = claim.lock.set_len(0).and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0));
+            written.map_err(failure)?;
             return Ok(match orphan {
                 Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
                 None => Attempt::Claim(Box::new(claim)),
@@ -283,15 +278,10 @@ impl Claim {
         &self.dir
     }
 
-    /// Whether the previous daemon of this name served `image` and died. If so, its last writes may still be
-    /// in flight.
-    pub fn is_after(&self, image: &str) -> bool {
-        self.before.as_ref().is_some_and(|before| before.image == image)
-    }
-
-    /// How the storage of `image` identified that daemon ([`StateFile::owner`]).
-    pub fn owner_before(&self, image: &str) -> Option<String> {
-        self.before.as_ref().filter(|before| before.image == image)?.owner.clone()
+    /// The state of the previous daemon of this name if that daemon served `image` and died. Then its last writes may
+    /// still be in flight.
+    pub fn before(&self, image: &str) -> Option<&StateFile> {
+        self.before.as_ref().filter(|before| before.image == image)
     }
 
     /// Refuses to attach a device with `options` under a name that belongs to the disk of a virtual machine whose
@@ -313,13 +303,13 @@ impl Claim {
     /// backing file ([`StateFile::check_image`]).
     pub fn check_attach(&self, options: &AttachOptions) -> Outcome {
         self.check_continues(options)?;
-        let guest = self.before.as_ref().filter(|_| self.is_of_guest());
+        let guest = self.before.as_ref().filter(|before| before.is_guest());
         guest.map_or(Ok(()), |before| before.check_image(options, false))
     }
 
     /// Whether the previous daemon of this name served the disk of a virtual machine, and died.
     pub fn is_of_guest(&self) -> bool {
-        self.before.as_ref().is_some_and(|before| matches!(before.guest_options(), Ok(Some(_))))
+        self.before.as_ref().is_some_and(StateFile::is_guest)
     }
 
     pub fn file(&self, suffix: &str) -> PathBuf {
@@ -375,14 +365,13 @@ impl StateFile {
         let Ok(Some(mut before)) = self.guest_options() else { return true };
         before = with_write_access(&before, &self.settings);
         find_ceph_files(&mut before, |name| std::env::var_os(name));
-        let is_qcow2 = |options: &AttachOptions| options.format == Some(Format::Qcow2);
         let is_disk = self.is_of_image(&before, options)
             && before.ceph_conf == options.ceph_conf
             && before.offset == options.offset
             && before.size_limit == options.size_limit
             && before.sector_size == options.sector_size
             && (before.read_only || !options.read_only)
-            && is_qcow2(&before) == is_qcow2(options);
+            && before.is_qcow2() == options.is_qcow2();
         // A machine that waits at another socket would submit its requests again to some later daemon.
         let own = dir.file(&self.name, ".vhost");
         let socket = |options: &AttachOptions| options.vhost_socket.clone().unwrap_or_else(|| own.clone());
@@ -419,13 +408,24 @@ impl Drop for Claim {
     }
 }
 
+/// Returns the state file if its block device exists in the kernel and has no daemon.
+fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
+    let Some(mut state) = state else { return Ok(None) };
+    let Some(ublk) = &mut state.ublk else { return Ok(None) };
+    let Some(survivor) = ublk.identity().survivor()? else { return Ok(None) };
+    if ublk.id != survivor.id {
+        // The daemon died before it recorded the number of the block device.
+        ublk.id = survivor.id;
+        state.exports = vec![survivor.path()];
+    }
+    Ok(Some(state))
+}
+
 /// Renames the log of a dead daemon to `NAME.log.1`, so that the new daemon does not overwrite it.
 fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
     let log = dir.file(name, ".log");
-    match fs::symlink_metadata(&log) {
-        Ok(metadata) if metadata.len() > 0 => fs::rename(&log, dir.file(name, OLD_LOG)),
-        _ => Ok(()),
-    }
+    let has_lines = fs::symlink_metadata(&log).is_ok_and(|metadata| metadata.len() > 0);
+    if has_lines { fs::rename(&log, dir.file(name, OLD_LOG)) } else { Ok(()) }
 }
 
 #[cfg(test)]

@@ -26,8 +26,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use blkq::text::shell_word;
-use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::{BackingFile, backing_files};
+use blkq_drivers::qcow2::BackingFile;
 use blkq_export::ublk::Identity;
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
@@ -36,7 +35,8 @@ use serde::{Deserialize, Serialize};
 use super::{OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path};
-use crate::options::{AttachOptions, Format, Record};
+use crate::options::Record;
+use crate::system::if_exists;
 
 /// The version of the `NAME.options` format that this program reads and writes.
 const VERSION: u32 = 1;
@@ -109,15 +109,7 @@ impl ImageEntry {
 
 /// The backing files of the image of `options`, in order from the nearest.
 fn backing_of(options: &Record) -> Vec<BackingFile> {
-    match options.read() {
-        Ok(AttachOptions {
-            image: DriverSpec::Image(image),
-            format: Some(Format::Qcow2),
-            backing_chain,
-            ..
-        }) => backing_files(&image, backing_chain.into()),
-        _ => Vec::new(),
-    }
+    options.read().map(|options| options.backing_files()).unwrap_or_default()
 }
 
 fn recorded(found: &[BackingFile]) -> Vec<RecordedBacking> {
@@ -221,7 +213,7 @@ impl StateDir {
     pub(super) fn write_owner(&self, name: &str, owner: Option<&str>) -> Outcome {
         let (path, new) = (self.file(name, OWNER), self.file(name, ".owner.new"));
         let written = match owner {
-            Some(owner) => write_new(&new, &owner).and_then(|_| fs::rename(&new, &path)),
+            Some(owner) => write_new(&new, &owner, 0o600).and_then(|_| fs::rename(&new, &path)),
             None => remove(&path),
         };
         written.map_err(|e| Failure::new(format!("{}: {e}", path.display())))
@@ -267,12 +259,19 @@ impl StateDir {
     /// Records the files that are the backing files of the device's image now, in place of the recorded files. No
     /// daemon serves the device. Fails if they have other formats, or `NAME.options` cannot be replaced.
     pub fn accept_backing_files(&self, state: &StateFile) -> Outcome {
-        let (Some(number), Some(options)) = (state.number, &state.attach_options) else { return Ok(()) };
+        let StateFile { number: Some(number), attach_options: Some(options), backing: Some(before), .. } =
+            state
+        else {
+            return Ok(());
+        };
         let found = backing_of(options);
-        if state.backing.is_none() || found.is_empty() {
+        if found.is_empty() {
             return Ok(());
         }
-        if state.has_other_formats(&found) {
+        let is_other = |(before, now): (&RecordedBacking, &BackingFile)| before.qcow2 != now.qcow2;
+        // A raw image that is opened as qcow2 would decide by its contents, which a client may have written, which files
+        // are opened.
+        if before.iter().zip(&found).any(is_other) {
             return Err(Failure::new(format!(
                 "a backing file of {} has another format than before; run `blkq detach {}`, and check the image with \
                  `qemu-img info --backing-chain {}`",
@@ -283,7 +282,7 @@ impl StateDir {
         }
         let now = recorded(&found);
         self.change_options(&state.name, |file| {
-            let images = file.images.iter_mut().filter(|image| image.number == number);
+            let images = file.images.iter_mut().filter(|image| image.number == *number);
             images.for_each(|image| image.backing.clone_from(&now));
             Ok(())
         })
@@ -294,12 +293,7 @@ impl StateDir {
     pub fn unrecorded_backing_files(&self, name: &str) -> Vec<(u64, String, Vec<RecordedBacking>)> {
         let options = self.read_options(name).ok().filter(|options| !options.has_backing);
         let images = options.into_iter().flat_map(|options| options.images);
-        images
-            .map(|image| {
-                let backing = recorded(&backing_of(&image.options));
-                (image.number, image.path, backing)
-            })
-            .collect()
+        images.map(|image| (image.number, image.path, recorded(&backing_of(&image.options)))).collect()
     }
 
     /// Records the [`StateDir::unrecorded_backing_files`], if there are any. Older versions can then no longer read
@@ -335,11 +329,7 @@ impl StateDir {
     fn lock_options(&self, name: &str) -> io::Result<Option<File>> {
         let path = self.file(name, ".options");
         loop {
-            let file = match File::open(&path) {
-                Ok(file) => file,
-                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-                Err(e) => return Err(e),
-            };
+            let Some(file) = if_exists(File::open(&path))? else { return Ok(None) };
             flock(&file, FlockOperation::LockExclusive)?;
             let open = file.metadata()?;
             // The previous holder of the lock may have replaced the file. Then lock the new one.
@@ -361,7 +351,8 @@ impl StateDir {
         change(&mut options)?;
         // The new file is locked before it gets its name, so that the next process waits until the replaced
         // file has been checked and removed below.
-        let _replacement = write_new(&new, &options).map_err(failure)?;
+        let replacement = write_new(&new, &options, 0o600).map_err(failure)?;
+        flock(&replacement, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
                 let replaced = fs::symlink_metadata(&new)
@@ -418,7 +409,8 @@ impl StateDir {
         let number = file.next_number();
         file.add(ImageEntry { number, ..entry }, current);
         let new = self.file(name, ".options.new");
-        let written = write_new(&new, &file).and_then(|_| fs::rename(&new, self.file(name, ".options")));
+        let written = write_new(&new, &file, 0o600);
+        let written = written.and_then(|_| fs::rename(&new, self.file(name, ".options")));
         written.map_err(failure)?;
         Ok(number)
     }
@@ -429,13 +421,8 @@ impl StateDir {
         let path = self.file(name, ".json");
         let new = self.file(name, ".json.new");
         let failure = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
-        let text = line(state).map_err(failure)?;
-        remove(&new).map_err(failure)?;
-        let file = OpenOptions::new().write(true).create_new(true).mode(STATE_MODE).open(&new);
-        let mut file = file.map_err(failure)?;
-        file.write_all(&text).map_err(failure)?;
-        fs::rename(&new, &path).map_err(failure)?;
-        Ok(file)
+        let written = write_new(&new, state, STATE_MODE);
+        written.and_then(|file| fs::rename(&new, &path).map(|()| file)).map_err(failure)
     }
 }
 
@@ -446,7 +433,7 @@ fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
 }
 
 /// Serializes `value` as JSON, followed by a newline.
-fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
+pub(crate) fn json_line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     text.push(b'\n');
     Ok(text)
@@ -456,16 +443,12 @@ fn is_same_file(one: &fs::Metadata, other: &fs::Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Writes and locks a file that the caller then renames over another one.
-fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
-    let text = line(value)?;
+/// Writes a file that the caller then renames over another one.
+fn write_new(path: &Path, value: &impl Serialize, mode: u32) -> io::Result<File> {
+    let text = json_line(value)?;
     remove(path)?;
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    let written = file.and_then(|mut file| {
-        file.write_all(&text)?;
-        flock(&file, FlockOperation::LockExclusive)?;
-        Ok(file)
-    });
+    let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path);
+    let written = file.and_then(|mut file| file.write_all(&text).map(|()| file));
     if written.is_err() {
         let _ = remove(path);
     }
@@ -477,7 +460,7 @@ fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
 /// killed. The space is reserved first, so a full file system leaves the old content.
 pub fn overwrite_state(file: &File, state: &impl Serialize) -> Outcome {
     let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
-    let mut text = line(state).map_err(failure)?;
+    let mut text = json_line(state).map_err(failure)?;
     if text.len() > STATE_BYTES_MAX {
         return Err(Failure::new(format!("state file: longer than {STATE_BYTES_MAX} bytes")));
     }
@@ -597,8 +580,9 @@ mod tests {
         claim.keep(true);
         drop(claim);
         let claim = dir.claim_for_successor("a").unwrap();
-        assert_eq!(claim.owner_before("rbd:p/i").as_deref(), Some("192.0.2.1:0/1"));
-        assert_eq!(owner(), claim.owner_before("rbd:p/i"));
+        let before = claim.before("rbd:p/i").and_then(|before| before.owner.clone());
+        assert_eq!(before.as_deref(), Some("192.0.2.1:0/1"));
+        assert_eq!(owner(), before);
         claim.write_owner(None).unwrap();
         assert_eq!(owner(), None);
         fs::remove_dir_all(&dir.0).unwrap();

@@ -13,7 +13,6 @@
 mod claim;
 mod dying;
 mod files;
-mod orphan;
 mod remains;
 mod upgrade;
 mod waiting;
@@ -31,10 +30,13 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::failure::{Failure, Outcome};
+use crate::system::{file_names, if_exists};
 
 pub use claim::{Claim, Dead, Orphan};
 pub use dying::{DYING_WAIT, ProcessState};
+pub(crate) use files::json_line;
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
+pub(crate) use remains::last_words;
 pub use remains::{Fate, Found, Remains};
 
 /// Environment variable with the path of the state directory, instead of the default.
@@ -149,18 +151,8 @@ impl StateDir {
 
     /// The sorted names of all lock files, including those of daemons that died.
     pub fn names(&self) -> Outcome<Vec<String>> {
-        let entries = match fs::read_dir(&self.0) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(e) => return Err(Failure::new(format!("state directory {}: {e}", self.0.display()))),
-        };
-        let mut names: Vec<String> = entries
-            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-            .filter_map(|file| Some(file.strip_suffix(".lock")?.to_owned()))
-            .filter(|name| check_name(name).is_ok())
-            .collect();
-        names.sort();
-        Ok(names)
+        let names = file_names(&self.0, ".lock", |name| check_name(name).is_ok());
+        names.map_err(|e| Failure::new(format!("state directory {}: {e}", self.0.display())))
     }
 
     /// The maximum length of a name in bytes, such that the paths of its sockets fit `sun_path`.
@@ -172,10 +164,7 @@ impl StateDir {
 }
 
 fn remove(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-        _ => Ok(()),
-    }
+    if_exists(fs::remove_file(path)).map(drop)
 }
 
 fn allowed(c: char) -> bool {

@@ -11,6 +11,7 @@ use super::dying::ProcessState::{Running, Stopped};
 use super::{OLD_LOG, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
+use crate::system::if_exists;
 
 const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.
@@ -103,7 +104,7 @@ impl StateDir {
         };
         let mut is_guest = false;
         if let Some(state) = self.read_state(name) {
-            is_guest = matches!(state.guest_options(), Ok(Some(_)));
+            is_guest = state.is_guest();
             remains.recoverable = matches!(state.recoverable_options(), Ok(Some(_)));
             remains.pid = Some(state.pid).filter(|pid| *pid != 0).or(owner);
             remains.file = FileId::of(state.image_path());
@@ -118,7 +119,7 @@ impl StateDir {
             }
         }
         remains.error = match remains.state {
-            Fate::Orphan => super::orphan::refusal(name, &remains.exports),
+            Fate::Orphan => orphaned(name, &remains.exports),
             Fate::Dead => died(&remains, is_guest),
         };
         Ok(Found::Remains(Box::new(remains)))
@@ -137,11 +138,8 @@ impl StateDir {
     /// a lock file that still exists once its process has exited belongs to a daemon that died.
     fn lock_owner(&self, name: &str, owns: impl Fn(u32) -> bool) -> Outcome<LockOwner> {
         let lock = self.file(name, ".lock");
-        let read = || match fs::read(&lock) {
-            Ok(owner) => Ok(Some(owner)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Failure::new(format!("cannot read {}: {e}", lock.display()))),
-        };
+        let failed = |e: io::Error| Failure::new(format!("cannot read {}: {e}", lock.display()));
+        let read = || if_exists(fs::read(&lock)).map_err(failed);
         let mut found = read()?;
         loop {
             let Some(owner) = found else { return Ok(LockOwner::NoLock) };
@@ -164,10 +162,18 @@ enum LockOwner {
     Exited(Option<u32>),
 }
 
+/// The message for a command that needs the name of an orphan, or a running daemon.
+pub(super) fn orphaned(name: &str, exports: &[String]) -> String {
+    let exports = exports.join(" ");
+    format!(
+        "{name}: the daemon has exited, and I/O on {exports} waits; run `blkq recover {name}`, or `blkq detach {name}` to remove the device"
+    )
+}
+
 fn died(remains: &Remains, is_guest: bool) -> String {
     let Remains { name, pid, log_lines, recoverable, .. } = remains;
     let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-    let why = log_lines.last().map_or("empty log".to_owned(), |line| format!("last log line: {line}"));
+    let why = last_words(log_lines.last().map_or("", String::as_str));
     let hint = match (is_guest, recoverable) {
         (true, _) => format!("run `blkq recover {name}` to serve its virtual machine again"),
         (false, true) => format!("run `blkq recover {name}` to serve it again with its options and settings"),
@@ -176,6 +182,11 @@ fn died(remains: &Remains, is_guest: bool) -> String {
     format!(
         "{name}: the daemon{process} was killed or crashed ({why}); {hint}, or run `blkq detach {name}` to remove its stale files"
     )
+}
+
+/// The reason for the exit of a daemon, as far as the last line of its log says. `line` is empty if there is none.
+pub(crate) fn last_words(line: &str) -> String {
+    if line.is_empty() { "empty log".to_owned() } else { format!("last log line: {line}") }
 }
 
 /// Whether the process is running and has `path` open. True if this process is not permitted to find out.

@@ -5,6 +5,7 @@ use std::io;
 
 use super::StateDir;
 use crate::failure::{Failure, Outcome};
+use crate::system::if_exists;
 use crate::system::record_lock::{is_byte_locked, lock_byte};
 
 /// The byte of `NAME.lock` that is locked while the device is being handed over.
@@ -21,11 +22,8 @@ impl StateDir {
     pub fn lock_upgrade(&self, name: &str, is_reserved: bool) -> Outcome<Option<File>> {
         let path = self.file(name, ".lock");
         let failure = |e: io::Error| Failure::new(format!("cannot lock {}: {e}", path.display()));
-        let file = match OpenOptions::new().read(true).write(true).open(&path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(failure(e)),
-        };
+        let opened = OpenOptions::new().read(true).write(true).open(&path);
+        let Some(file) = if_exists(opened).map_err(failure)? else { return Ok(None) };
         let reserve = || if is_reserved { lock_byte(&file, RESERVED_BYTE) } else { Ok(()) };
         match lock_byte(&file, UPGRADE_BYTE).and_then(|()| reserve()) {
             Ok(()) => Ok(Some(file)),

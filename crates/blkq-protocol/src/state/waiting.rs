@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use blkq_drivers::DriverSpec;
-use blkq_drivers::qcow2::{BackingFile, backing_files};
+use blkq_drivers::qcow2::BackingFile;
 
 use super::{Fate, Found, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile, Window};
-use crate::options::{AttachOptions, Format, image_text, with_write_access};
+use crate::options::{AttachOptions, image_text, with_write_access};
 
 impl StateDir {
     /// Refuses to use the image of `options`, and its backing files, for the device `name` if one of these
@@ -37,7 +37,7 @@ impl StateDir {
                 theirs.size_limit = theirs.size_limit.and_then(|_| bytes());
             }
             let is_image = excludes(&theirs, state.file, options);
-            if !is_image && ![&theirs, options].into_iter().any(has_backing_files) {
+            if !is_image && ![&theirs, options].into_iter().any(AttachOptions::is_qcow2) {
                 continue;
             }
             // Backing files are read only if the device waits, because most devices do not.
@@ -51,14 +51,12 @@ impl StateDir {
             let Some(file) = image.or_else(|| shared_backing_file(&theirs, state.file, options)) else {
                 continue;
             };
-            match found.transpose()? {
-                Some(Found::Remains(remains)) => return Err(remains.failure().during(file)),
-                _ => {
-                    return Err(Failure::new(format!(
-                        "{file} belongs to {other}, which is being handed over to a new daemon; detach {other} first"
-                    )));
-                }
-            }
+            return Err(match found.transpose()? {
+                Some(Found::Remains(remains)) => remains.failure().during(file),
+                _ => Failure::new(format!(
+                    "{file} belongs to {other}, which is being handed over to a new daemon; detach {other} first"
+                )),
+            });
         }
         Ok(())
     }
@@ -68,7 +66,7 @@ impl StateDir {
 /// data.
 fn waits(found: &Found, state: &StateFile) -> bool {
     matches!(found, Found::Remains(remains)
-        if remains.state == Fate::Orphan || matches!(state.guest_options(), Ok(Some(_))))
+        if remains.state == Fate::Orphan || state.is_guest())
 }
 
 /// Whether two devices must not use their images at the same time. `file` is the image of `a` as recorded
@@ -76,10 +74,8 @@ fn waits(found: &Found, state: &StateFile) -> bool {
 fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool {
     let same = match (&a.image, &b.image) {
         (DriverSpec::Image(one), DriverSpec::Image(other)) => {
-            let window =
-                |options: &AttachOptions| Window { offset: options.offset, size_limit: options.size_limit };
             FileId::of(other).is_some_and(|other| [file, FileId::of(one)].contains(&Some(other)))
-                && window(a).overlaps(window(b))
+                && Window::of(a).overlaps(Window::of(b))
         }
         // Different ceph.conf files may describe the same cluster.
         (DriverSpec::Rbd(one), DriverSpec::Rbd(other)) => one == other,
@@ -88,23 +84,17 @@ fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool 
     same && !(a.shared && b.shared || a.read_only && b.read_only)
 }
 
-fn has_backing_files(options: &AttachOptions) -> bool {
-    options.format == Some(Format::Qcow2)
-}
-
 /// A file that is the image of one of the devices, locked for a single writer, and a backing file of the
 /// other, which has a reader's lock on all of it. `file` is as for [`excludes`].
 fn shared_backing_file(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> Option<String> {
     let find = |top: &AttachOptions, file: Option<FileId>, overlay: &AttachOptions| {
-        let (DriverSpec::Image(image), DriverSpec::Image(path)) = (&top.image, &overlay.image) else {
-            return None;
-        };
-        if top.read_only || top.shared || !has_backing_files(overlay) {
+        let DriverSpec::Image(image) = &top.image else { return None };
+        if top.read_only || top.shared {
             return None;
         }
         let files = [file, FileId::of(image)];
         let is_image = |backing: &BackingFile| files.contains(&Some(backing.identity.into()));
-        backing_files(path, overlay.backing_chain.into()).into_iter().find(is_image)
+        overlay.backing_files().into_iter().find(is_image)
     };
     let found = find(b, None, a).or_else(|| find(a, file, b))?;
     Some(found.path.display().to_string())
