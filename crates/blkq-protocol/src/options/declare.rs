@@ -39,7 +39,7 @@ macro_rules! attach_options {
                 scope: Scope::$scope,
                 implementer: Implementer::$by,
                 values: $syntax.values,
-                parse: |text| ($syntax.parse)($name, text).map(Setting::$variant),
+                read: |text| ($syntax.parse)($name, text).map(Setting::$variant),
             },)?)*
         ];
 

@@ -317,7 +317,8 @@ pub struct Row {
     pub implementer: Implementer,
     /// The values, for the help text.
     pub values: Values,
-    parse: fn(&str) -> Outcome<Setting>,
+    /// Reads a value. The error lists the valid values.
+    pub read: fn(&str) -> Outcome<Setting>,
 }
 
 /// The devices that have a setting.
@@ -364,11 +365,6 @@ impl Row {
         let mut rows: Vec<&Row> = ROWS.iter().collect();
         rows.sort_unstable_by_key(|row| row.name);
         rows
-    }
-
-    /// The error lists the valid values.
-    pub fn read(&self, text: &str) -> Outcome<Setting> {
-        (self.parse)(text)
     }
 }
 

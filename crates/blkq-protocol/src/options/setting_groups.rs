@@ -59,7 +59,7 @@ impl SettingGroups {
     /// accepts.
     pub fn read(self, key: &str, value: &str) -> Outcome<Setting> {
         match Row::find(key) {
-            Some(row) if self.includes(row.scope) => row.read(value),
+            Some(row) if self.includes(row.scope) => (row.read)(value),
             row => Err(self.no_such_setting(key, row.map(|row| row.scope))),
         }
     }
@@ -132,7 +132,7 @@ mod tests {
         for row in ROWS {
             assert_eq!(Row::find(row.name).map(|found| found.key), Some(row.key));
             for text in values(row) {
-                let setting = row.read(text).unwrap();
+                let setting = (row.read)(text).unwrap();
                 assert_eq!(setting.to_text(), (row.name.to_owned(), (*text).to_owned()));
                 let mut options = options(&["d.img"]);
                 options.put(&setting);
@@ -140,12 +140,12 @@ mod tests {
             }
             let are_names = row.name == "group";
             for bad in ["", "maybe", "-1", "ON", "on "].iter().filter(|bad| !are_names || bad.len() < 2) {
-                let why = row.read(bad).unwrap_err().to_string();
+                let why = (row.read)(bad).unwrap_err().to_string();
                 assert!(!why.is_empty() && why.len() < 200, "{why}");
             }
         }
         assert!(Row::find("colour").is_none());
-        let why = Row::find("depth").unwrap().read("99999").unwrap_err().to_string();
+        let why = (Row::find("depth").unwrap().read)("99999").unwrap_err().to_string();
         assert_eq!(why, "depth must be a number from 1 to 10240, not \"99999\"");
     }
 

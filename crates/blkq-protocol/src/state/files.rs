@@ -426,7 +426,7 @@ impl StateDir {
     }
 }
 
-fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
+pub(super) fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     file.take(most).read_to_end(&mut text)?;
     Ok(text)

@@ -2,12 +2,13 @@
 //! only reads must not block others that claim the name.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Seek, SeekFrom};
 use std::path::PathBuf;
 
 use serde::Serialize;
 
 use super::dying::ProcessState::{Running, Stopped};
+use super::files::read_bounded;
 use super::{OLD_LOG, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
@@ -204,8 +205,7 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
     let mut file = File::open(log)?;
     let from = file.metadata()?.len().saturating_sub(TAIL_BYTES);
     file.seek(SeekFrom::Start(from))?;
-    let mut bytes = Vec::new();
-    file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+    let bytes = read_bounded(file, TAIL_BYTES)?;
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<&str> = text.lines().collect();
     let printable = |line: &&str| line.replace(char::is_control, "?");

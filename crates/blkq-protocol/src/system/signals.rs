@@ -14,32 +14,34 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::failure::{Failure, Outcome};
 
-/// A signal, with its number.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(i32)]
-pub enum Signal {
-    Terminate = libc::SIGTERM,
-    Interrupt = libc::SIGINT,
-    Hangup = libc::SIGHUP,
-    Quit = libc::SIGQUIT,
-    Stop = libc::SIGTSTP,
-    Continue = libc::SIGCONT,
-    Resize = libc::SIGWINCH,
+/// Declares the signals with their numbers; the names of these are the names of the signals.
+macro_rules! signals {
+    ($($Signal:ident = $number:ident),*) => {
+        /// A signal, with its number.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[repr(i32)]
+        pub enum Signal {
+            $($Signal = libc::$number,)*
+        }
+
+        pub const TERMINAL: [Signal; [$(Signal::$Signal),*].len()] = [$(Signal::$Signal),*];
+
+        impl Signal {
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Signal::$Signal => stringify!($number),)*
+                }
+            }
+        }
+    };
+}
+
+signals! {
+    Terminate = SIGTERM, Interrupt = SIGINT, Hangup = SIGHUP, Quit = SIGQUIT, Stop = SIGTSTP, Continue = SIGCONT,
+    Resize = SIGWINCH
 }
 
 impl Signal {
-    pub fn name(self) -> &'static str {
-        match self {
-            Signal::Terminate => "SIGTERM",
-            Signal::Interrupt => "SIGINT",
-            Signal::Hangup => "SIGHUP",
-            Signal::Quit => "SIGQUIT",
-            Signal::Stop => "SIGTSTP",
-            Signal::Continue => "SIGCONT",
-            Signal::Resize => "SIGWINCH",
-        }
-    }
-
     fn number(self) -> libc::c_int {
         self as libc::c_int
     }
@@ -56,15 +58,6 @@ impl Signal {
 }
 
 pub const DAEMON: [Signal; 3] = [Signal::Terminate, Signal::Interrupt, Signal::Hangup];
-pub const TERMINAL: [Signal; 7] = [
-    Signal::Terminate,
-    Signal::Interrupt,
-    Signal::Hangup,
-    Signal::Quit,
-    Signal::Stop,
-    Signal::Continue,
-    Signal::Resize,
-];
 
 const FORWARD: extern "C" fn(libc::c_int) = forward;
 
