@@ -172,7 +172,13 @@ fn replace(earlier: Option<&File>, path: &Path) -> io::Result<Option<File>> {
         match earlier {
             Some(earlier) if identity_at(path) != Some(identity(earlier)?) => Ok(false),
             Some(_) => fs::rename(&new, path).map(|()| true),
-            None => rename_new(&new, path),
+            None => match renameat_with(CWD, &new, CWD, path, RenameFlags::NOREPLACE) {
+                Ok(()) => Ok(true),
+                Err(Errno::EXIST) => Ok(false),
+                // The file system does not support RENAME_NOREPLACE.
+                Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&new, path).map(|()| true),
+                Err(e) => Err(e.into()),
+            },
         }
     };
     let put = put();
@@ -195,17 +201,6 @@ fn lock(file: &File) -> io::Result<bool> {
             Ok(true)
         }
         Err(TryLockError::Error(e)) => Err(e),
-    }
-}
-
-/// Renames a file. Returns `false` if there already is a file at the new path.
-fn rename_new(from: &Path, to: &Path) -> io::Result<bool> {
-    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Ok(()) => Ok(true),
-        Err(Errno::EXIST) => Ok(false),
-        // The file system does not support RENAME_NOREPLACE.
-        Err(Errno::INVAL | Errno::NOSYS) => fs::rename(from, to).map(|()| true),
-        Err(e) => Err(e.into()),
     }
 }
 

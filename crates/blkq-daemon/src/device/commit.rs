@@ -98,7 +98,10 @@ impl Device {
             top = running.disk.driver();
             let source = commit_source(&running)?;
             served = self.served_in(&running, source.base(), number)?;
-            reported = self.report_commit(client, &served.image)?;
+            self.check_not_changed()?;
+            let (into, by) = (served.image.clone(), client.to_owned());
+            *lock(&self.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
+            reported = Reported(self);
             let size = running.disk.limits().size_bytes();
             let journals = self.journals.as_deref();
             let begun = source.begin(files, journals);
@@ -141,23 +144,12 @@ impl Device {
 
     fn served_in(&self, running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
         let options = lock(&self.served).attach_options.as_ref().map(Record::read).transpose()?;
-        let Some(options) = options else {
-            return Err(Failure::new(
-                "the attach options of this device are unknown; detach it and attach it again",
-            ));
-        };
+        let unknown = "the attach options of this device are unknown; detach it and attach it again";
+        let options = options.ok_or_else(|| Failure::new(unknown))?;
         let options =
             options.committed_into(&base.path, base.qcow2, running.disk.limits().logical_block_bytes)?;
         let attach_options = Some(Record::new(&options)?);
         Ok(Served { image: base.path.display().to_string(), number, attach_options })
-    }
-
-    /// The caller has locked `changing`, so that two commits cannot begin at the same time.
-    fn report_commit(&self, client: &str, into: &str) -> Outcome<Reported<'_>> {
-        self.check_not_changed()?;
-        let (into, by) = (into.to_owned(), client.to_owned());
-        *lock(&self.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
-        Ok(Reported(self))
     }
 }
 

@@ -36,7 +36,21 @@ impl ServedDisk {
         is_successor: bool,
         partscan: bool,
     ) -> Outcome<ServedDisk> {
-        let disk = build(options, claim.name(), driver)?;
+        let disk = Disk::builder_shared(driver)
+            .name(claim.name())
+            .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
+            .depth(options.depth)
+            .scheduler(options.scheduler)
+            .merge(options.merge)
+            .early_submission(options.early_submission)
+            .batching(options.batching)
+            .iostats(options.iostats)
+            .clock(options.clock)
+            .read_only(options.read_only)
+            .rate_limits(options.limit.limits())
+            .error_policy(options.on_error)
+            .ignore_flushes(options.unsafe_flush_ignore)
+            .build()?;
         let (bitmaps, warnings) = PersistentBitmaps::load(&disk)?;
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
@@ -71,25 +85,6 @@ impl ServedDisk {
         }
         Ok(())
     }
-}
-
-fn build(options: &AttachOptions, name: &str, driver: Arc<dyn Driver>) -> Outcome<Arc<Disk>> {
-    let disk = Disk::builder_shared(driver)
-        .name(name)
-        .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
-        .depth(options.depth)
-        .scheduler(options.scheduler)
-        .merge(options.merge)
-        .early_submission(options.early_submission)
-        .batching(options.batching)
-        .iostats(options.iostats)
-        .clock(options.clock)
-        .read_only(options.read_only)
-        .rate_limits(options.limit.limits())
-        .error_policy(options.on_error)
-        .ignore_flushes(options.unsafe_flush_ignore)
-        .build()?;
-    Ok(disk)
 }
 
 /// If `sandbox` is set, engines are confined from the start; `partscan` keeps the capability that the kernel

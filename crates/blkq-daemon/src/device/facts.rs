@@ -42,6 +42,7 @@ impl Device {
         // Shown with the settings.
         take(&mut facts, Key::Dispatch.row().name);
         let commit = lock(&self.commit).clone();
+        let clients = running.servers.connections().map(client_info);
         Ok(DeviceInfo {
             name: self.attached.name.clone(),
             pid: std::process::id(),
@@ -49,12 +50,7 @@ impl Device {
             state_directory: self.attached.state_directory.clone(),
             log: log::path().map(Path::to_owned),
             exports: running.exports(),
-            clients: running
-                .servers
-                .connections()
-                .map(client_info)
-                .chain(front_end.as_ref().map(guest_info))
-                .collect(),
+            clients: clients.chain(front_end.as_ref().map(guest_info)).collect(),
             image: now.image,
             driver: disk.driver().name().to_owned(),
             size: limits.size_bytes(),

@@ -57,6 +57,7 @@ impl Meter {
         };
         let text = |limits: RateLimits| if limits.is_none() { String::new() } else { limits.to_string() };
         let member = disk.group_member();
+        let group_limits = member.as_ref().and_then(|member| member.group().limits());
         statistics.throttle = Throttle {
             limits: match disk.ceiling() {
                 Ceiling::NotSearched => text(disk.rate_limits()),
@@ -64,10 +65,7 @@ impl Meter {
                 Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
             group: lock(&self.group).as_ref().map(|joined| joined.name().to_owned()),
-            group_limits: member
-                .as_ref()
-                .and_then(|member| member.group().limits())
-                .map_or_else(String::new, |(_, limits)| text(limits)),
+            group_limits: group_limits.map(|(_, limits)| text(limits)).unwrap_or_default(),
             weight: member.map_or(0, |member| member.weight()),
         };
         statistics.vhost_user = running.servers.vhost.as_ref().map(|vhost| VhostUser {

@@ -182,22 +182,21 @@ impl StoppingServers<'_> {
 pub(super) struct Connected(pub(super) usize);
 
 impl Connected {
-    fn describe(&self) -> String {
-        let are = if self.0 == 1 { "client is" } else { "clients are" };
-        format!("{} {are} connected", self.0)
+    /// Says that the clients are connected, and the pronoun for them.
+    fn describe(self) -> (String, &'static str) {
+        let (are, them) = if self.0 == 1 { ("client is", "it") } else { ("clients are", "them") };
+        (format!("{} {are} connected", self.0), them)
     }
 
     pub(super) fn unless_forced(self) -> Failure {
-        let them = if self.0 == 1 { "it" } else { "them" };
-        Failure::new(format!("{}; disconnect {them} first, or use --force", self.describe()))
+        let (connected, them) = self.describe();
+        Failure::new(format!("{connected}; disconnect {them} first, or use --force"))
     }
 
     pub(super) fn not_handed_over(self) -> Failure {
-        let them = if self.0 == 1 { "it" } else { "them" };
-        Failure::new(format!(
-            "{} and cannot be handed to another daemon; disconnect {them} first",
-            self.describe()
-        ))
+        let (connected, them) = self.describe();
+        let rule = "cannot be handed to another daemon";
+        Failure::new(format!("{connected} and {rule}; disconnect {them} first"))
     }
 }
 

@@ -28,9 +28,8 @@ impl Device {
         let _reporting = force.then(|| running.disk.report_errors());
         if !force {
             self.check_not_held()?;
-            match running.servers.client_count() {
-                0 => {}
-                clients => return Err(Connected(clients).unless_forced()),
+            if let clients @ 1.. = running.servers.client_count() {
+                return Err(Connected(clients).unless_forced());
             }
         }
         // Clients that are disconnected wait for their I/O in flight, so limits must not delay it. If the

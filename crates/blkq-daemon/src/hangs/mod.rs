@@ -160,8 +160,8 @@ impl Watcher {
                 self.logged_held = false;
             }
             (1.., false) if (self.now_ns)() >= self.log_held_from_ns => {
-                let requests = if held == 1 { "request has" } else { "requests have" };
-                let verb = if held == 1 { "is" } else { "are" };
+                let (requests, verb) =
+                    if held == 1 { ("request has", "is") } else { ("requests have", "are") };
                 let hint = resume_hint(&self.disk);
                 log(&format!("held: {held} {requests} failed and {verb} held, and the clients wait; {hint}"));
                 self.logged_held = true;

@@ -30,13 +30,8 @@ type Read<'a> = &'a dyn Fn() -> Option<Sample>;
 pub fn run(listener: &Listener, stop: &OwnedFd, read: Read<'_>) {
     // On Linux this affects only the calling thread. If it fails, the thread serves with normal priority.
     let _ = rustix::process::setpriority_process(None, NICE);
-    let mut server = Server {
-        listener,
-        read,
-        served: Served::default(),
-        connections: Vec::new(),
-        accept_at: Instant::now(),
-    };
+    let (served, connections) = (Served::default(), Vec::new());
+    let mut server = Server { listener, read, served, connections, accept_at: Instant::now() };
     while server.wait(stop) {
         server.turn();
     }

@@ -118,10 +118,8 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
             let resumed = shared.device.resume(fail);
             if let Ok(count) = &resumed {
                 let requests = if *count == 1 { "request" } else { "requests" };
-                log::line(&format!(
-                    "resume: {count} held {requests} {}",
-                    if fail { "failed" } else { "reissued" }
-                ));
+                let done = if fail { "failed" } else { "reissued" };
+                log::line(&format!("resume: {count} held {requests} {done}"));
             }
             reply_line(resumed)
         }

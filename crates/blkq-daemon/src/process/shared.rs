@@ -132,9 +132,8 @@ impl Shared {
     pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut stage = self.stage();
         if *stage != Stage::Serving {
-            return Err(Failure::new(
-                "the device is already stopping; `blkq list` shows when it is detached",
-            ));
+            let why = "the device is already stopping; `blkq list` shows when it is detached";
+            return Err(Failure::new(why));
         }
         close(&self.device)?;
         *stage = next;
