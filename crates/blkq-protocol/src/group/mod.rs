@@ -278,7 +278,8 @@ impl Joined {
     }
 }
 
-/// The group of a device, which can change while the device is served. The slot in the previous group becomes free then.
+/// The group of a device, which can change while the device is served. The slot in the previous group becomes free
+/// then.
 pub type Membership = Arc<Mutex<Option<Joined>>>;
 
 /// Number of slots up to the last one in use.

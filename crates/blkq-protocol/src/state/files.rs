@@ -269,8 +269,8 @@ impl StateDir {
             return Ok(());
         }
         let is_other = |(before, now): (&RecordedBacking, &BackingFile)| before.qcow2 != now.qcow2;
-        // A raw image that is opened as qcow2 would decide by its contents, which a client may have written, which files
-        // are opened.
+        // A raw image that is opened as qcow2 would decide by its contents, which a client may have written, which
+        // files are opened.
         if before.iter().zip(&found).any(is_other) {
             return Err(Failure::new(format!(
                 "a backing file of {} has another format than before; run `blkq detach {}`, and check the image with \

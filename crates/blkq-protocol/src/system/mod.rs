@@ -15,8 +15,8 @@ pub fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// The names of the files in a directory, without `suffix` and sorted, as far as they are names according to `is_name`. A
-/// directory that does not exist has none.
+/// The names of the files in a directory, without `suffix` and sorted, as far as they are names according to
+/// `is_name`. A directory that does not exist has none.
 pub(crate) fn file_names(
     directory: &std::path::Path,
     suffix: &str,
