@@ -1,13 +1,13 @@
 //! Runs the cases of a comparison in turn.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::file::{TestFile, Wanted};
+use crate::file::TestFile;
 use crate::measurement::Run;
-use crate::metric::Metric;
 use crate::progress::Progress;
-use crate::result::{Case, Comparison, Figure};
+use crate::result::{Case, Comparison};
 
 /// Length and number of the runs.
 #[derive(Clone, Copy, Debug)]
@@ -34,59 +34,41 @@ impl Pace {
 }
 
 pub struct Bench {
+    /// The pace of the next comparison. Each table begins with the pace of the whole run.
     pub pace: Pace,
     /// Public, so that callers show the progress of long work other than runs.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
-    pub(crate) file_wanted: Wanted,
 }
 
 impl Bench {
-    /// The file on which cases do I/O. The first call creates and fills it.
-    pub fn file(&mut self) -> Result<&TestFile> {
-        if self.file.is_none() {
-            let wanted = &self.file_wanted;
-            self.file = Some(self.progress.aside(|progress| TestFile::create(wanted, progress))?);
-        }
-        Ok(self.file.as_ref().expect("created above"))
+    /// Path and size of the file on which cases do I/O. Panics if [`crate::What::needs_file`] does not hold for the
+    /// table, which is a bug.
+    pub fn file(&self) -> (PathBuf, u64) {
+        let file = self.file.as_ref().expect("the file is created before the tables that need it");
+        (file.path.clone(), file.bytes)
     }
 
     /// Runs every case once per round, in turn (A B C A B C ...).
     pub fn compare(&mut self, title: &str, cases: Vec<NamedRun<'_>>) -> Result<Comparison> {
-        self.compare_at(self.pace, title, cases)
-    }
-
-    /// Like [`Bench::compare`], with another pace.
-    pub fn compare_at(
-        &mut self,
-        pace: Pace,
-        title: &str,
-        mut cases: Vec<NamedRun<'_>>,
-    ) -> Result<Comparison> {
-        let Pace { seconds, rounds, .. } = pace;
+        let Pace { seconds, rounds, .. } = self.pace;
         self.progress.begin(title);
-        let mut samples: Vec<Vec<(Metric, Vec<f64>)>> = vec![Vec::new(); cases.len()];
+        let mut cases: Vec<_> = cases.into_iter().map(|(name, run)| (Case::new(name), run)).collect();
         for round in 1..=rounds {
-            for ((name, run), samples) in cases.iter_mut().zip(&mut samples) {
+            for (case, run) in &mut cases {
+                let name = &case.name;
                 self.progress.show(&format!("{title}: round {round} of {rounds}, {name}"));
                 let began = Instant::now();
                 let run =
                     run(Duration::from_secs_f64(seconds)).map_err(|e| format!("{title}, {name}: {e}"))?;
                 for (metric, value) in run.values {
-                    match samples.iter_mut().find(|(of, _)| *of == metric) {
-                        Some((_, values)) => values.push(value),
-                        None => samples.push((metric, vec![value])),
-                    }
+                    case.add(metric, &[value]);
                 }
                 // The plan includes the time that a case takes before and after its run.
                 self.progress.over_seconds += began.elapsed().as_secs_f64();
             }
         }
-        let figures = |samples: Vec<(Metric, Vec<f64>)>| {
-            samples.into_iter().map(|(metric, values)| Figure::new(metric, values)).collect()
-        };
-        let cases = cases.into_iter().zip(samples);
-        let cases = cases.map(|((name, _), samples)| Case { name, figures: figures(samples) }).collect();
+        let cases = cases.into_iter().map(|(case, _)| case).collect();
         Ok(Comparison { title: title.to_owned(), rounds, seconds, cases, effects: Vec::new() })
     }
 }

@@ -15,17 +15,6 @@ use crate::{Result, ensure};
 /// The file is filled in chunks of 1 MiB.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The values of `--file`, `--size` and `--overwrite`.
-#[derive(Clone, Debug)]
-pub struct Wanted {
-    /// `None`: a temporary file in the current directory.
-    pub path: Option<PathBuf>,
-    /// A multiple of 1 MiB.
-    pub bytes: u64,
-    /// Whether a file that is not empty may be overwritten.
-    pub overwrite: bool,
-}
-
 /// The measured file, filled with data. A file that [`TestFile::create`] created is removed on drop.
 pub struct TestFile {
     pub path: PathBuf,
@@ -34,11 +23,17 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Creates the file, or opens the existing one, and fills it with random data, which no file system can
-    /// compress or store as a hole. Fails if the path is not a regular file, the file is not empty or is in
+    /// Creates the file at `path`, or opens the existing one, and fills it with `bytes`, a multiple of 1 MiB, of random
+    /// data, which no file system can compress or store as a hole. Without a path, it is a temporary file in the current
+    /// directory. A file that is not empty is overwritten only with `overwrite`. Fails if the path is not a regular file, the file is not empty or is in
     /// use, or the file system has too little space or no direct I/O.
-    pub fn create(wanted: &Wanted, progress: &mut Progress) -> Result<TestFile> {
-        let path = match &wanted.path {
+    pub fn create(
+        path: Option<&Path>,
+        overwrite: bool,
+        bytes: u64,
+        progress: &mut Progress,
+    ) -> Result<TestFile> {
+        let path = match path {
             Some(path) => std::path::absolute(path)?,
             None => std::env::current_dir()?.join(format!(".blkq-bench-{}", std::process::id())),
         };
@@ -50,9 +45,9 @@ impl TestFile {
             Err(e) => return Err(elsewhere(e).into()),
         };
         if let Some(metadata) = &existing {
-            check_existing(&path, metadata, wanted.overwrite)?;
+            check_existing(&path, metadata, overwrite)?;
         }
-        check_room(&path, existing.as_ref(), wanted.bytes)?;
+        check_room(&path, existing.as_ref(), bytes)?;
         let (is_new, at) = (existing.is_none(), path.clone());
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(is_new);
@@ -63,10 +58,10 @@ impl TestFile {
         };
         let (mut file, made) = Undo::after(|| options.open(&path), remove).map_err(elsewhere)?;
         // Removes a created file also if a step below fails.
-        let test_file = TestFile { path: path.clone(), bytes: wanted.bytes, _made: made };
-        file.set_len(wanted.bytes).map_err(elsewhere)?;
+        let test_file = TestFile { path: path.clone(), bytes, _made: made };
+        file.set_len(bytes).map_err(elsewhere)?;
         check_direct_io(&path)?;
-        fill(&mut file, &path, wanted.bytes, progress).map_err(elsewhere)?;
+        fill(&mut file, &path, bytes, progress).map_err(elsewhere)?;
         crate::cache::evict(&file).map_err(|e| format!("{}: {e}", path.display()))?;
         Ok(test_file)
     }
@@ -145,8 +140,7 @@ mod tests {
     }
 
     fn create(path: &Path, overwrite: bool) -> Result<TestFile> {
-        let wanted = Wanted { path: Some(path.to_owned()), bytes: BYTES, overwrite };
-        TestFile::create(&wanted, &mut Progress::new(1.0))
+        TestFile::create(Some(path), overwrite, BYTES, &mut Progress::new(1.0))
     }
 
     fn failure(path: &Path, overwrite: bool) -> String {
@@ -196,8 +190,9 @@ mod tests {
         assert!(failure(&directory, true).contains("not a regular file"));
         assert!(failure(Path::new("/dev/null"), true).contains("not a regular file"));
         assert!(failure(&directory.join("none/file"), false).contains("No such file"));
-        let wanted = Wanted { path: Some(directory.join("file")), bytes: 1 << 60, overwrite: false };
-        let error = TestFile::create(&wanted, &mut Progress::new(1.0)).err().unwrap().to_string();
+        let path = directory.join("file");
+        let made = TestFile::create(Some(&path), false, 1 << 60, &mut Progress::new(1.0));
+        let error = made.err().unwrap().to_string();
         assert!(error.contains("MiB are free") && !error.contains('\n'), "{error}");
         std::fs::remove_dir(directory).unwrap();
     }

@@ -385,6 +385,18 @@ impl Comparison {
 }
 
 impl Case {
+    pub fn new(name: String) -> Case {
+        Case { name, figures: Vec::new() }
+    }
+
+    /// Adds samples, of which there must be at least one, to the figure of `metric`.
+    pub fn add(&mut self, metric: Metric, samples: &[f64]) {
+        match self.figures.iter_mut().find(|figure| figure.metric == metric) {
+            Some(figure) => *figure = Figure::new(metric, [&figure.samples, samples].concat()),
+            None => self.figures.push(Figure::new(metric, samples.to_vec())),
+        }
+    }
+
     /// The figure of `metric`, if the case measured it.
     pub fn find(&self, metric: Metric) -> Option<&Figure> {
         self.figures.iter().find(|figure| figure.metric == metric)

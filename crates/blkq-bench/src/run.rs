@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::bench::{Bench, Pace};
-use crate::file::Wanted;
+use crate::file::TestFile;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::result::{Results, SCHEMA};
@@ -28,12 +28,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     let chosen: Vec<_> =
         TABLES.iter().filter(|table| arguments.what == What::All || table.name == arguments.what).collect();
     let planned = chosen.iter().map(|table| (table.planned_seconds)(&pace)).sum();
-    let mut bench = Bench {
-        pace,
-        progress: Progress::new(planned),
-        file: None,
-        file_wanted: Wanted { path: arguments.file.clone(), bytes, overwrite: arguments.overwrite },
-    };
+    let mut bench = Bench { pace, progress: Progress::new(planned), file: None };
     let began = Instant::now();
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let mut results = Results {
@@ -47,11 +42,15 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     };
     // The file is created first, so that a failure to create it is reported immediately.
     if arguments.what.needs_file() {
-        bench.file()?;
+        let create = |progress: &mut _| {
+            TestFile::create(arguments.file.as_deref(), arguments.overwrite, bytes, progress)
+        };
+        bench.file = Some(bench.progress.aside(create)?);
     }
     let mut planned_so_far = 0.0;
     arguments.print(print::LEGEND)?;
     for table in chosen {
+        bench.pace = pace;
         let measured = (table.run)(&mut bench)?;
         planned_so_far += (table.planned_seconds)(&pace);
         bench.progress.over_seconds = planned_so_far;

@@ -12,16 +12,10 @@ pub mod submitters;
 pub mod vhost;
 pub mod workers;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pattern {
-    Random,
-    /// Each I/O begins at the end of the previous one.
-    Sequential,
-}
-
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    pub pattern: Pattern,
+    /// Whether the offsets are random. Otherwise each I/O begins at the end of the previous one.
+    pub random: bool,
     pub write: bool,
     pub block_bytes: u32,
     /// Maximum number of I/Os in flight.
@@ -36,11 +30,12 @@ pub struct Load {
 }
 
 impl Load {
-    /// Reads of 4 KiB; each completed read is replaced by a new one.
-    pub fn read(pattern: Pattern, depth: usize) -> Load {
+    /// I/Os of 4 KiB as `rw` describes them, in words like those of fio: `randread`, `write`, `random write`. Each
+    /// completed I/O is replaced by a new one.
+    pub fn new(rw: &str, depth: usize) -> Load {
         Load {
-            pattern,
-            write: false,
+            random: rw.starts_with("rand"),
+            write: rw.contains("write"),
             block_bytes: 4096,
             depth,
             batch: 1,
@@ -50,46 +45,32 @@ impl Load {
         }
     }
 
-    /// I/Os of 4 KiB as `rw` describes them, in words like those of fio: `randread`, `write`, `random write`.
-    pub fn named(rw: &str, depth: usize) -> Load {
-        let pattern = if rw.starts_with("rand") { Pattern::Random } else { Pattern::Sequential };
-        Load { write: rw.contains("write"), ..Load::read(pattern, depth) }
-    }
-
-    /// Writes of 4 KiB; each completed write is replaced by a new one.
-    pub fn write(pattern: Pattern, depth: usize) -> Load {
-        Load { write: true, ..Load::read(pattern, depth) }
-    }
-
     /// The byte offsets of the I/Os on a device of `bytes`.
     pub fn offsets(&self, bytes: u64) -> Offsets {
         let seed = u64::from(std::process::id()) ^ blkq::clock::monotonic_ns();
         let blocks = bytes / u64::from(self.block_bytes);
-        let ios_max = self.ios_max.map_or(u64::MAX, |ios| ios.min(blocks));
-        let shuffle = match (self.pattern, self.ios_max) {
-            (Pattern::Random, Some(_)) => Some(Shuffle::new(blocks, seed)),
-            _ => None,
-        };
+        let (random, once) = (self.random, self.ios_max.is_some());
         Offsets {
-            pattern: self.pattern,
             blocks,
             block_bytes: u64::from(self.block_bytes),
             next: 0,
-            left: ios_max,
-            random: Random::new(seed),
-            shuffle,
+            left: self.ios_max.map_or(u64::MAX, |ios| ios.min(blocks)),
+            random: (random && !once).then(|| Random::new(seed)),
+            shuffle: (random && once).then(|| Shuffle::new(blocks, seed)),
         }
     }
 }
 
 pub struct Offsets {
-    pattern: Pattern,
     blocks: u64,
     block_bytes: u64,
+    /// Index of the next block in the sequence, if the order is sequential or shuffled.
     next: u64,
     /// Number of offsets that [`Offsets::next_bytes`] can still return.
     pub left: u64,
-    random: Random,
+    /// For random offsets that may repeat.
+    random: Option<Random>,
+    /// For random offsets that do not repeat.
     shuffle: Option<Shuffle>,
 }
 
@@ -98,21 +79,25 @@ impl Offsets {
     #[inline]
     pub fn next_bytes(&mut self) -> u64 {
         self.left -= 1;
-        let block = match (self.pattern, &self.shuffle) {
-            (Pattern::Random, None) => self.random.below(self.blocks),
-            (_, shuffle) => {
-                let index = self.next;
-                self.next = if index + 1 == self.blocks { 0 } else { index + 1 };
-                shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index))
-            }
+        let block = if let Some(random) = &mut self.random {
+            random.below(self.blocks)
+        } else {
+            let index = self.next;
+            self.next = if index + 1 == self.blocks { 0 } else { index + 1 };
+            self.block(index)
         };
         block * self.block_bytes
+    }
+
+    /// The block at `index` in the sequence.
+    #[inline]
+    fn block(&self, index: u64) -> u64 {
+        self.shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index))
     }
 
     /// Returns offset number `index` in bytes, counted from 0, or `None` after the last. The load must have
     /// [`Load::ios_max`] set.
     pub fn nth_bytes(&self, index: u64) -> Option<u64> {
-        let block = self.shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index.min(self.blocks - 1)));
-        (index < self.left).then_some(block * self.block_bytes)
+        (index < self.left).then(|| self.block(index) * self.block_bytes)
     }
 }

@@ -125,14 +125,13 @@ fn entry(load: &Load, slot: usize, buffer: *mut u8, offset: u64) -> squeue::Entr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::Pattern;
 
     #[test]
     fn a_failed_io_stops_the_run() {
         let path = std::env::temp_dir().join(format!("blkq-bench-raw-{}", std::process::id()));
         std::fs::write(&path, [0; 4096]).expect("written");
         // Reading a directory fails with EISDIR, for each of the I/Os in flight.
-        let load = Load::read(Pattern::Random, 4);
+        let load = Load::new("randread", 4);
         let error = |path: &Path| run(path, false, &load, Duration::from_millis(50)).map(|_| ()).unwrap_err();
         assert!(error(&std::env::temp_dir()).to_string().contains("completed with -21"));
         let empty = path.with_extension("empty");

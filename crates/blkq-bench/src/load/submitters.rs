@@ -147,7 +147,6 @@ mod tests {
     use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 
     use super::*;
-    use crate::load::Pattern;
 
     #[test]
     fn submitters_fill_the_gate_and_their_ios_are_counted() {
@@ -159,7 +158,7 @@ mod tests {
             // On a busy machine a submitter may get no I/O in a short run, and a run without I/O fails: repeats the run
             // until each got one.
             let done = (0..100).find_map(|_| {
-                let load = Load::write(Pattern::Random, 32);
+                let load = Load::new("randwrite", 32);
                 let run = match run(&disk, 4, &load, Duration::from_millis(40)) {
                     Err(error) if error.to_string().starts_with("no I/O completed") => return None,
                     run => run.expect("the run succeeds"),
@@ -184,7 +183,7 @@ mod tests {
         let mut options = NullOptions::new(1 << 30);
         options.limits.read_only = true;
         let disk = Disk::builder(Box::new(Null::new(options).expect("valid limits"))).build();
-        let load = Load::write(Pattern::Random, 4);
+        let load = Load::new("randwrite", 4);
         let run = run(&disk.expect("valid settings"), 2, &load, Duration::from_millis(20));
         assert!(run.is_err());
     }

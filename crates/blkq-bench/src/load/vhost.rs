@@ -13,39 +13,23 @@ use crate::vhost::{FrontEnd, Options, Queue, Request};
 
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
-/// A connected front end, with memory for a load.
-pub struct Client {
-    pub front_end: FrontEnd,
-    bytes: u64,
-}
-
 struct Done {
     latencies_ns: Vec<u32>,
     kicks: u64,
     waits: u64,
 }
 
-impl Client {
-    /// Connects to `socket`, with `queues` queues that have memory for `load`. Fails if the server offers
-    /// fewer queues.
-    pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<Client> {
-        let options = Options { queues, slots: load.depth, data_bytes: load.block_bytes as usize };
-        let mut front_end = FrontEnd::connect(socket, &options)?;
-        let config = front_end.config()?;
-        if queues > 1 && usize::from(config.queues) < queues {
-            return Err(format!("the server offers {} queues only", config.queues).into());
-        }
-        Ok(Client { front_end, bytes: config.capacity_sectors * 512 })
-    }
+/// Connects to `socket`, with `queues` queues that have memory for `load`. Fails if the server offers fewer queues.
+pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<FrontEnd> {
+    FrontEnd::connect(socket, &Options { queues, slots: load.depth, data_bytes: load.block_bytes as usize })
+}
 
-    /// Runs `load` on each queue for `length`, and waits until all requests have completed.
-    pub fn run(&mut self, load: &Load, length: Duration) -> Result<Run> {
-        let bytes = self.bytes;
-        let queues = &mut self.front_end.queues;
-        let (stopwatch, done) =
-            together(queues, |queue| run_queue(queue, load, load.offsets(bytes), length))?;
-        report(done, &stopwatch)
-    }
+/// Runs `load` on each queue for `length`, and waits until all requests have completed.
+pub fn run(front_end: &mut FrontEnd, load: &Load, length: Duration) -> Result<Run> {
+    let bytes = front_end.bytes;
+    let queues = &mut front_end.queues;
+    let (stopwatch, done) = together(queues, |queue| run_queue(queue, load, load.offsets(bytes), length))?;
+    report(done, &stopwatch)
 }
 
 /// Merges the figures of all queues, under the metrics of a client.

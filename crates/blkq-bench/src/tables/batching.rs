@@ -10,8 +10,8 @@ use blkq_drivers::model::{ModelCompletion, SeekModel};
 
 use super::common::{model, notes, null};
 use crate::bench::{Bench, Pace, case};
+use crate::load::Load;
 use crate::load::submitters::{self, WARM_UP};
-use crate::load::{Load, Pattern};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost, Exactly};
@@ -148,7 +148,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
             let (base, feature) = published[index];
             (FIGURES[index].0, Some(feature / base))
         });
-        let load = Load::named(name, WINDOW);
+        let load = Load::new(name, WINDOW);
         let (comparison, [rate, ..]) = devices.compare(bench, &title, &load, metrics)?;
         if name == "sequential write" {
             table.target(format!("{title}: rate"), rate, AtLeast(2.5));
@@ -165,7 +165,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
         all.push(devices);
     }
     let devices = Devices::model(true)?;
-    let load = Load::write(Pattern::Sequential, WINDOW);
+    let load = Load::new("write", WINDOW);
     let title = "modelled disk, sequential write, adjacent I/Os merge";
     let (comparison, _) = devices.compare(bench, title, &load, [(Metric::MibPerSecond, None)])?;
     table.comparisons.push(comparison);
@@ -175,12 +175,12 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
 
 /// Compares context switches and fairness on devices where the order does not matter.
 fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
-    let path = bench.file()?.path.clone();
+    let (path, _) = bench.file();
     let file = || -> Result<Devices> {
         let options = LoopOptions { direct_io: DirectIo::On, shared: true, ..LoopOptions::new(&path) };
         Devices::new(true, || Ok(Box::new(LoopDevice::open(&options)?)))
     };
-    let (read, write) = (Load::read(Pattern::Random, WINDOW), Load::write(Pattern::Random, WINDOW));
+    let (read, write) = (Load::new("randread", WINDOW), Load::new("randwrite", WINDOW));
     let all = vec![
         ("null, random write", Devices::new(true, || null(DEVICE_BYTES))?, write),
         ("loop direct, random read", file()?, read),

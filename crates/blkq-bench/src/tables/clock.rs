@@ -5,7 +5,7 @@ use blkq::{ClockMode, Disk};
 
 use super::common::{notes, null};
 use crate::bench::{Bench, Pace, case};
-use crate::load::{Load, Pattern, local};
+use crate::load::{Load, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost, Exactly};
@@ -25,7 +25,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let setting = "512 B random reads, 24 drives, one polling thread each, iostats on";
     table.publish(["current time cached in the plug, Jens Axboe, 2024", setting, "M IOPS"], PUBLISHED);
     for batch in BATCHES {
-        let load = Load { batch, ..Load::read(Pattern::Random, batch) };
+        let load = Load { batch, ..Load::new("randread", batch) };
         let on = |clock, iostats| {
             move |length| -> Result<Run> {
                 // A new disk for each run, because the statistics record the maximum age since the disk was built.

@@ -9,7 +9,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use super::common::{cold_case, notes};
 use crate::bench::{Bench, Pace};
 use crate::client::{File, Layout, PAGE_BYTES};
-use crate::load::{Load, Pattern};
+use crate::load::Load;
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{RESIDENT, memory_bytes, worker_switches};
@@ -77,10 +77,10 @@ impl Job {
 
     /// Runs one job: one I/O at a time, each page at most once, and a flush at the end of writes.
     fn one(&self, file: &mut File, length: Duration) -> Result<u64> {
-        let share = match (self.load.write, self.load.pattern) {
+        let share = match (self.load.write, self.load.random) {
             (true, _) => WRITE_SHARE,
-            (false, Pattern::Random) => READ_SHARE,
-            (false, Pattern::Sequential) => 1,
+            (false, true) => READ_SHARE,
+            (false, false) => 1,
         };
         let load = Load { ios_max: Some(file.pages / share), ..self.load };
         let mut offsets = load.offsets(file.pages * PAGE_BYTES as u64);
@@ -110,8 +110,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let setting = "ext4 on a loop device, file on an HDD, psync, 16 jobs of 400 MB or 1 job of 4000 MB";
     let rows = PUBLISHED.map(|(jobs, name, base, feature, _)| (row_name(jobs, name), base, feature));
     table.publish(["loop with direct I/O and AIO, Ming Lei, 2015", setting, "IOPS"], rows);
-    let file = bench.file()?;
-    let (path, bytes) = (file.path.clone(), file.bytes);
+    let (path, bytes) = bench.file();
     for row in PUBLISHED {
         compare(bench, &mut table, &path, bytes, row)?;
     }
@@ -133,7 +132,7 @@ fn row_name(jobs: u64, name: &str) -> String {
 
 fn compare(bench: &mut Bench, table: &mut Table, path: &Path, bytes: u64, row: Row) -> Result {
     let (jobs, name, base, feature, switches) = row;
-    let job = &Job { path: path.to_owned(), bytes, jobs, load: Load::named(name, 1) };
+    let job = &Job { path: path.to_owned(), bytes, jobs, load: Load::new(name, 1) };
     let ways = WAYS.map(|(way, direct_io, dispatch)| {
         cold_case(path, way, &[Metric::NsPerIo], move |length| job.run(direct_io, dispatch, length))
     });

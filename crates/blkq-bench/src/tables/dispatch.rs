@@ -8,7 +8,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
 use super::common::{cold_case, notes};
 use crate::bench::{Bench, Pace};
-use crate::load::{Load, Pattern, local, raw, workers};
+use crate::load::{Load, local, raw, workers};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost, Exactly};
@@ -64,8 +64,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         Table::new(What::Dispatch, "dispatch: concurrent reads and one writer, on a cold page cache");
     let setting = "file on ext4 on an SSD, 4 KiB, libaio, depth 64, one job";
     table.publish(["loop on blk-mq, Ming Lei, 2014", setting, "IOPS"], PUBLISHED);
-    let file = bench.file()?;
-    let (path, bytes) = (file.path.clone(), file.bytes);
+    let (path, bytes) = bench.file();
     let blocks = bytes / 4096;
     for row in PUBLISHED {
         pattern(bench, &mut table, &path, blocks, row)?;
@@ -85,7 +84,7 @@ fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: 
         "read" => blocks,
         _ => (blocks / WRITE_SHARE).max(WRITES_MIN),
     };
-    let load = Load { ios_max: Some(most), ..Load::named(name, DEPTH) };
+    let load = Load { ios_max: Some(most), ..Load::new(name, DEPTH) };
     let one = Load { depth: 1, ..load };
     let on = |name: &str, dispatch, merge| {
         cold_case(path, name, &OMITTED, move |length| on_loop(path, dispatch, merge, &load, length))
@@ -147,7 +146,7 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     let name = |kind: &str, count: usize| format!("{kind}, {count}");
     let mut cases = Vec::new();
     for &count in counts {
-        let load = Load { ios_max: Some(blocks), ..Load::read(Pattern::Sequential, count) };
+        let load = Load { ios_max: Some(blocks), ..Load::new("read", count) };
         cases.push(cold_case(path, name(KINDS[0], count), &OMITTED, move |length| {
             workers::run(path, &load, length)
         }));

@@ -11,7 +11,7 @@ use blkq_drivers::model::{ModelCompletion, RateModel};
 
 use super::common::{direct_reader, model};
 use crate::bench::{Bench, Pace, case};
-use crate::load::{Load, Pattern, local};
+use crate::load::{Load, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost};
@@ -54,11 +54,12 @@ fn has_ceiling(disk: &Disk) -> bool {
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
+    bench.pace = pace_of(&bench.pace);
     let mut table = Table::new(
         What::Limit,
         "limit: a limit that finds the device's ceiling and keeps the rate just below it",
     );
-    let load = Load::read(Pattern::Random, DEPTH);
+    let load = Load::new("randread", DEPTH);
     let model = || model(1 << 40, ModelCompletion::RateLimited(MODEL));
     let (comparison, found) =
         compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model)?;
@@ -74,7 +75,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         false => "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load".to_owned(),
     }];
 
-    let path = bench.file()?.path.clone();
+    let (path, _) = bench.file();
     let (comparison, found) =
         compare(bench, "the file, direct, 4 KiB random read", &load, || direct_reader(&path))?;
     let iops = ratio(&comparison, Metric::Iops);
@@ -112,8 +113,7 @@ fn compare(
         }
     };
     let cases = vec![case("no limit", on(plain)), case("auto", on(limited.clone()))];
-    let pace = pace_of(&bench.pace);
-    let mut comparison = bench.compare_at(pace, title, cases)?;
+    let mut comparison = bench.compare(title, cases)?;
     let metrics = [Metric::Iops, Metric::LatencyP50Us, Metric::LatencyP99Us];
     comparison.add_effects("limit", "no limit", "auto", metrics.map(|metric| (metric, None)));
     Ok((comparison, has_ceiling(&limited)))

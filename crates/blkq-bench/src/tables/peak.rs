@@ -7,7 +7,7 @@ use blkq::drivers::ram::Ram;
 
 use super::common::{direct_reader, null};
 use crate::bench::{Bench, CaseRun, Pace, case};
-use crate::load::{Load, Pattern, local, raw};
+use crate::load::{Load, local, raw};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost};
@@ -62,7 +62,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let null_disk = &Disk::builder(null(1 << 40)?).build()?;
     let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
     let line = |name, batch: usize| -> CaseRun<'_> {
-        let load = Load { batch, ..Load::read(Pattern::Random, batch) };
+        let load = Load { batch, ..Load::new("randread", batch) };
         match name {
             NULL => Box::new(move |length| local::run(null_disk, &load, length)),
             RAM => Box::new(move |length| local::run(ram, &load, length)),
@@ -83,7 +83,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
 
     let counts = threads();
-    let load = Load { batch: 32, ..Load::read(Pattern::Random, 32) };
+    let load = Load { batch: 32, ..Load::new("randread", 32) };
     let line = |name, count| -> CaseRun<'_> {
         Box::new(move |length| {
             if name == NOP {
@@ -102,7 +102,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
 }
 
 fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
-    let path = bench.file()?.path.clone();
+    let (path, _) = bench.file();
     let disk = Disk::builder(direct_reader(&path)?).build()?;
     let raw = |name: &'static str, load: Load| {
         let path = &path;
@@ -113,7 +113,7 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
         case(name, move |length| local::run(disk, &load, length))
     };
 
-    let random = |depth| Load { registered: true, ..Load::read(Pattern::Random, depth) };
+    let random = |depth| Load { registered: true, ..Load::new("randread", depth) };
     let one_by_one = |load| Load { one_by_one: true, ..load };
     let at_once = random(64);
     let ways = [
@@ -139,7 +139,7 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     table.comparisons.push(comparison);
 
     // Raw io_uring knows the next offsets too, but submits each read as its own request.
-    let load = Load::read(Pattern::Sequential, 64);
+    let load = Load::new("read", 64);
     let batches = Load { batch: 32, ..load };
     let (single, batch) = ("raw, one by one", "raw, batches of 32");
     let cases = vec![raw(single, one_by_one(load)), raw(batch, batches), own(LOOP, batches)];
@@ -174,8 +174,10 @@ fn curves<'a>(
     let at = |point: &usize| {
         lines.iter().map(|line| (title(line, *point), case_of(line, *point))).collect::<Vec<_>>()
     };
-    let pace = point_pace(&bench.pace);
-    let comparison = bench.compare_at(pace, plot, points.iter().flat_map(at).collect())?;
+    let pace = bench.pace;
+    bench.pace = point_pace(&pace);
+    let comparison = bench.compare(plot, points.iter().flat_map(at).collect())?;
+    bench.pace = pace;
     Ok(comparison.curves([plot, x_label], Metric::Iops, lines, points, title))
 }
 

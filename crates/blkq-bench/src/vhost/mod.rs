@@ -23,27 +23,27 @@ pub use options::Options;
 use options::{ACCEPTED, GUEST_START, PROTOCOL_ACCEPTED, PROTOCOL_REQUIRED, REQUIRED};
 pub use queue::{Queue, Request};
 
-/// The fields of the device's configuration that a load requires.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Config {
-    /// Size of the device, in sectors of 512 bytes.
-    pub capacity_sectors: u64,
-    /// Number of queues; 0 if the server does not offer VIRTIO_BLK_F_MQ.
-    pub queues: u16,
-}
-
 /// Size of the configuration that this front end reads, and of its header: offset, size and flags.
 const CONFIG_BYTES: usize = 60;
 const CONFIG_HEADER_BYTES: usize = 12;
 
-impl Config {
-    /// Parses struct virtio_blk_config (virtio 1.2, 5.2.4).
-    fn parse(bytes: &[u8; CONFIG_BYTES]) -> Config {
-        let [b0, b1, b2, b3, b4, b5, b6, b7, ..] = *bytes;
-        Config {
-            capacity_sectors: u64::from_le_bytes([b0, b1, b2, b3, b4, b5, b6, b7]),
-            queues: u16::from_le_bytes([bytes[34], bytes[35]]),
-        }
+/// The size of the device, in sectors of 512 bytes, and the number of queues, which is 0 if the server does not offer
+/// VIRTIO_BLK_F_MQ, from struct virtio_blk_config (virtio 1.2, 5.2.4).
+fn parse_config(bytes: &[u8; CONFIG_BYTES]) -> (u64, u16) {
+    let [b0, b1, b2, b3, b4, b5, b6, b7, ..] = *bytes;
+    let sectors = u64::from_le_bytes([b0, b1, b2, b3, b4, b5, b6, b7]);
+    (sectors, u16::from_le_bytes([bytes[34], bytes[35]]))
+}
+
+/// Reads the configuration of the device.
+fn config(connection: &mut Connection) -> Result<(u64, u16)> {
+    // The request has the header and the size of a reply; its offset and flags are 0.
+    let mut words = [0; (CONFIG_HEADER_BYTES + CONFIG_BYTES) / 8];
+    words[0] = (CONFIG_BYTES as u64) << 32;
+    let reply = connection.ask(connection::GET_CONFIG, &words)?;
+    match reply.get(CONFIG_HEADER_BYTES..).and_then(|bytes| bytes.first_chunk()) {
+        Some(bytes) => Ok(parse_config(bytes)),
+        None => Err(format!("the server sent a configuration of {} bytes", reply.len()).into()),
     }
 }
 
@@ -58,13 +58,15 @@ fn accepted(what: &str, offered: u64, required: u64, optional: u64) -> Result<u6
 /// A connected front end. Dropping it closes the connection, which stops its queues.
 pub struct FrontEnd {
     pub queues: Vec<Queue>,
-    connection: Connection,
+    /// Size of the device, in bytes.
+    pub bytes: u64,
+    _connection: Connection,
     memory: Arc<SharedMemory>,
 }
 
 impl FrontEnd {
     /// Connects to the server at `path`, negotiates features, shares the memory, and starts all queues. Fails
-    /// if no server listens, the server lacks a required feature, or it rejects a message.
+    /// if no server listens, the server lacks a required feature, rejects a message, or offers fewer queues.
     pub fn connect(path: &Path, options: &Options) -> Result<FrontEnd> {
         let mut connection = Connection::connect(path)?;
         connection.send(connection::SET_OWNER, &[])?;
@@ -88,18 +90,11 @@ impl FrontEnd {
         for index in 0..options.queues as u32 {
             connection.set(connection::SET_VRING_ENABLE, &connection::vring_state(index, 1), None)?;
         }
-        Ok(FrontEnd { queues, connection, memory })
-    }
-
-    pub fn config(&mut self) -> Result<Config> {
-        // The request has the header and the size of a reply; its offset and flags are 0.
-        let mut words = [0; (CONFIG_HEADER_BYTES + CONFIG_BYTES) / 8];
-        words[0] = (CONFIG_BYTES as u64) << 32;
-        let reply = self.connection.ask(connection::GET_CONFIG, &words)?;
-        match reply.get(CONFIG_HEADER_BYTES..).and_then(|bytes| bytes.first_chunk()) {
-            Some(bytes) => Ok(Config::parse(bytes)),
-            None => Err(format!("the server sent a configuration of {} bytes", reply.len()).into()),
-        }
+        let (sectors, offered) = config(&mut connection)?;
+        ensure(options.queues == 1 || usize::from(offered) >= options.queues, || {
+            format!("the server offers {offered} queues only")
+        })?;
+        Ok(FrontEnd { queues, bytes: sectors * 512, _connection: connection, memory })
     }
 
     /// Size of the memory that the server maps, in bytes.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blkq::random::Random;
 
-use super::super::{DEPTH, Processors, REGION_BYTES, SUBMITTERS, Work};
+use super::super::{DEPTH, REGION_BYTES, SUBMITTERS, Work, confine};
 use super::library::drivers::null::{Null, NullOptions};
 use super::library::layout::contended_lines;
 use super::library::{Bio, Disk, EngineThread, IoBuffer, LocalQueue, Sector};
@@ -27,10 +27,16 @@ pub fn contended(disk: &Disk) -> usize {
     contended_lines(&disk.hot_fields()).len()
 }
 
-/// Runs `work` on one thread per queue of the device; each thread owns its queue.
-pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
-    let prepare = |number| Ok((disk.open_queue(number)?, Stream::new(work, number), buffers()));
-    measure(disk.queue_count(), processors, length, prepare, |(mut queue, mut stream, mut free), over| {
+/// Runs `work` on one thread per queue of the device; each thread owns its queue. The threads share one processor, or
+/// run on all.
+pub fn owners(disk: &Arc<Disk>, work: &Work, one_processor: bool, length: Duration) -> Result<Run> {
+    let prepare = |number| {
+        if one_processor {
+            confine()?;
+        }
+        Ok((disk.open_queue(number)?, Stream::new(work, number), buffers()))
+    };
+    measure(disk.queue_count(), length, prepare, |(mut queue, mut stream, mut free), over| {
         let mut ios = 0;
         while !over.load(Relaxed) {
             ios += turn(&mut queue, &mut stream, &mut free)?;
@@ -40,10 +46,10 @@ pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Dur
 }
 
 /// Runs `work` on threads that submit through an engine with one queue.
-pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
+pub fn submitters(disk: &Arc<Disk>, work: &Work, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let prepare = |number| Ok((disk.submitter(), Stream::new(work, number), buffers()));
-    measure(SUBMITTERS, processors, length, prepare, |(mut submitter, mut stream, mut free), over| {
+    measure(SUBMITTERS, length, prepare, |(mut submitter, mut stream, mut free), over| {
         let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
         while !over.load(Relaxed) {
@@ -65,28 +71,23 @@ fn buffers() -> Vec<IoBuffer> {
 }
 
 /// The bios of one thread, all in its own region.
-struct Stream {
+struct Stream<'a> {
+    work: &'a Work,
     offsets: Offsets,
     region: u64,
-    write_percent: u64,
     random: Random,
 }
 
-impl Stream {
-    fn new(work: &Work, number: usize) -> Stream {
-        let offsets = work.load.offsets(REGION_BYTES);
+impl Stream<'_> {
+    fn new(work: &Work, number: usize) -> Stream<'_> {
         let region = number as u64 * REGION_BYTES;
-        Stream { offsets, region, write_percent: work.write_percent, random: Random::new(region + 1) }
+        Stream { work, offsets: work.load.offsets(REGION_BYTES), region, random: Random::new(region + 1) }
     }
 
     #[inline]
     fn next(&mut self, buffer: IoBuffer) -> Bio {
         let sector = Sector((self.region + self.offsets.next_bytes()) >> 9);
-        let write = match self.write_percent {
-            0 => false,
-            100 => true,
-            percent => self.random.below(100) < percent,
-        };
+        let write = if self.work.mixed { self.random.below(2) == 0 } else { self.work.load.write };
         if write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) }
     }
 }
@@ -110,12 +111,10 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
 /// thread prepares first. Returns the rate of all I/Os.
 fn measure<T>(
     count: usize,
-    processors: Processors,
     length: Duration,
     prepare: impl Fn(usize) -> Result<T> + Sync,
     body: impl Fn(T, &AtomicBool) -> Result<u64> + Sync,
 ) -> Result<Run> {
-    let prepare = |number| processors.confine().and_then(|()| prepare(number));
     let (stopwatch, (), ios) = during(0..count, prepare, body, || std::thread::sleep(length))?;
     stopwatch.run_of(ios.into_iter().sum())
 }

@@ -44,7 +44,7 @@ impl Job {
 
     /// This workload for a client in this process.
     pub fn load(&self) -> Load {
-        Load { block_bytes: self.block_bytes, ..Load::named(self.rw, self.depth) }
+        Load { block_bytes: self.block_bytes, ..Load::new(self.rw, self.depth) }
     }
 
     /// Whether a server does the job once over the whole file before it is measured.

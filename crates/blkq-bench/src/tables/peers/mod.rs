@@ -93,34 +93,35 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         table.left_out.push(format!("all cases: {lack}"));
         return Ok(table);
     }
-    let pace = pace(&bench.pace);
-    let file = bench.file()?;
-    let place = Place::new(&file.path, file.bytes)?;
-    let over_file = present(&OVER_FILE, pace.quick, &place, &RANDOM, &mut table);
-    let over_nothing = present(&OVER_NOTHING, pace.quick, &place, &RANDOM, &mut table);
-    if pace.quick {
+    bench.pace = pace(&bench.pace);
+    let quick = bench.pace.quick;
+    let (image, bytes) = bench.file();
+    let place = Place::new(&image, bytes)?;
+    let over_file = present(&OVER_FILE, quick, &place, &RANDOM, &mut table);
+    let over_nothing = present(&OVER_NOTHING, quick, &place, &RANDOM, &mut table);
+    if quick {
         let peers = OVER_FILE.iter().chain(&OVER_NOTHING).filter(|peer| !peer.quick).map(|peer| peer.name);
         let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title);
         let all: Vec<&str> = peers.chain(titles).collect();
         table.left_out.push(format!("because of --quick: {}", all.join("; ")));
     }
     let mut comparisons = Vec::new();
-    for job in chosen(&JOBS, pace.quick, |job| job.quick) {
+    for job in chosen(&JOBS, quick, |job| job.quick) {
         let mut cases = visits(&over_file, &place, *job);
         if job.depth == 1 {
             let null = over_nothing.iter().find(|peer| peer.name == BLKQ_NULL);
             // The latency of a request to a server and back, without a file.
             cases.extend(null.map(|null| case(BLKQ_NULL, |length| null.visit(&place, job, length))));
         }
-        comparisons.push(bench.compare_at(pace, job.title, cases)?);
+        comparisons.push(bench.compare(job.title, cases)?);
     }
     let title = format!("null devices, {}", RANDOM.title);
-    let null = bench.compare_at(pace, &title, visits(&over_nothing, &place, RANDOM))?;
+    let null = bench.compare(&title, visits(&over_nothing, &place, RANDOM))?;
     state_targets(&mut table, &mut comparisons, &null);
     comparisons.push(null);
-    comparisons.push(modelled::run(bench, pace, &place, &RANDOM, &mut table)?);
-    comparisons.extend(qcow2::run(bench, pace, &place, &mut table)?);
-    comparisons.extend(vhost::run(bench, pace, &place, &mut table)?);
+    comparisons.push(modelled::run(bench, &place, &mut table)?);
+    comparisons.extend(qcow2::run(bench, &place, &mut table)?);
+    comparisons.extend(vhost::run(bench, &place, &mut table)?);
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);
     table.notes.push(
@@ -143,7 +144,7 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
     for comparison in comparisons.iter_mut().filter(|comparison| comparison.has(BLKQ)) {
         let is_one = comparison.title == ONE.title;
         let metric = if is_one { Metric::LatencyMeanUs } else { Metric::Iops };
-        relate(table, comparison, BLKQ, metric, &targets);
+        relate(table, comparison, BLKQ, &[metric], &targets);
         if is_one && comparison.has(BLKQ_NULL) {
             let mean_us = |name: &str| comparison.median(name, Metric::LatencyMeanUs);
             let bound = 1.25 * mean_us(RAW) + mean_us(BLKQ_NULL);
@@ -186,18 +187,12 @@ fn memory(comparisons: &mut [Comparison]) -> Comparison {
     for case in comparisons.iter_mut().flat_map(|comparison| &mut comparison.cases) {
         for figure in case.figures.extract_if(.., |figure| METRICS.contains(&figure.metric)) {
             let index = all.iter().position(|of| of.name == case.name).unwrap_or_else(|| {
-                all.push(Case { name: case.name.clone(), figures: Vec::new() });
+                all.push(Case::new(case.name.clone()));
                 all.len() - 1
             });
-            let figures = &mut all[index].figures;
-            match figures.iter_mut().find(|of| of.metric == figure.metric) {
-                Some(of) => *of = Figure::new(figure.metric, [&of.samples[..], &figure.samples].concat()),
-                None => figures.push(figure),
-            }
+            all[index].add(figure.metric, &figure.samples);
         }
     }
-    // No server is started for raw I/O on the file.
-    all.retain(|case| case.name != RAW);
     for case in &mut all {
         case.figures.sort_by_key(|figure| METRICS.iter().position(|metric| *metric == figure.metric));
     }

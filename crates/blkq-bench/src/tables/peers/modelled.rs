@@ -8,11 +8,10 @@ use blkq::Disk;
 use blkq_drivers::{DriverOptions, DriverSpec};
 use rustix::thread::set_current_timer_slack;
 
-use super::fio::Job;
 use super::peer::{Peer, Place, Way};
-use super::vhost;
+use super::{RANDOM, vhost};
 use crate::Result;
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, case};
 use crate::load::local;
 use crate::measurement::Run;
 use crate::metric::Metric;
@@ -35,15 +34,15 @@ const VHOST: Peer = Peer::new(
 );
 pub const CASES: usize = 3;
 
-/// Runs `job` on all cases, and adds the targets to `table`.
-pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut Table) -> Result<Comparison> {
+/// Runs the load on all cases, and adds the targets to `table`.
+pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Comparison> {
     let cases = vec![
         case(IN_PROCESS, |length| in_process(place, length)),
-        case(NBD.name, |length| NBD.visit(place, job, length)),
+        case(NBD.name, |length| NBD.visit(place, &RANDOM, length)),
         case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM, length)),
     ];
-    let title = format!("a device that does {DEPTH} requests at a time, in 320 us each, {}", job.title);
-    let mut comparison = bench.compare_at(pace, &title, cases)?;
+    let title = format!("a device that does {DEPTH} requests at a time, in 320 us each, {}", RANDOM.title);
+    let mut comparison = bench.compare(&title, cases)?;
     for name in [NBD.name, VHOST.name] {
         let title_of_effect = format!("{name} relative to {IN_PROCESS}");
         let ratio = comparison.effect(title_of_effect, IN_PROCESS, name, Metric::Iops, None).ratio;

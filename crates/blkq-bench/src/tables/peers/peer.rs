@@ -16,12 +16,12 @@ use super::kernel_loop::KernelLoop;
 use crate::bench::{NamedRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
-use crate::load::vhost::Client;
-use crate::load::{Load, raw};
+use crate::load::{Load, raw, vhost};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{RESIDENT, RESIDENT_MAX, Usage, forget_resident_max, memory_bytes};
 use crate::result::{Comparison, Expected, Table};
+use crate::vhost::FrontEnd;
 use crate::{Result, ensure};
 
 /// How long a server may take to start.
@@ -136,22 +136,24 @@ pub fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<NamedRu
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
-/// Adds the ratios of `feature` to the other peers over the image, and the targets for ratios: the title of a comparison,
-/// the base, and the bound. A target whose base was not measured is omitted.
+/// Adds the ratios of `feature` to the other peers over the image in `metrics`, and the targets for ratios in the first
+/// of them: the title of a comparison, the base, and the bound. A target whose base was not measured is omitted.
 pub fn relate(
     table: &mut Table,
     comparison: &mut Comparison,
     feature: &str,
-    metric: Metric,
+    metrics: &[Metric],
     targets: &[(&str, &str, Expected)],
 ) {
     let names: Vec<String> = comparison.cases.iter().map(|case| case.name.clone()).collect();
     for base in names.iter().filter(|name| ![feature, BLKQ_NULL].contains(&name.as_str())) {
-        comparison.effect(format!("{feature} relative to {base}"), base, feature, metric, None);
+        for metric in metrics {
+            comparison.effect(format!("{feature} relative to {base}"), base, feature, *metric, None);
+        }
     }
     for (_, base, wanted) in targets.iter().filter(|(title, ..)| *title == comparison.title) {
         if let Some(effect) = comparison.effects.iter().find(|effect| effect.base == *base) {
-            let name = format!("{}: {}, {feature} / {base}", comparison.title, metric.label());
+            let name = format!("{}: {}, {feature} / {base}", comparison.title, effect.metric.label());
             table.target(name, effect.ratio, *wanted);
         }
     }
@@ -163,7 +165,7 @@ enum Access {
     Fio(Vec<String>),
     /// io_uring of this process on the file or device.
     Ring(PathBuf),
-    Guest(Client),
+    Guest(FrontEnd),
 }
 
 struct Ready {
@@ -260,8 +262,8 @@ impl Peer {
             Way::Vhost { queues } => {
                 let mut server = serve(Stdio::null())?;
                 // A server may accept only one client, which a trial connection would use up.
-                let client = await_server(&mut server, || Client::connect(&socket, &job.load(), queues))?;
-                (Access::Guest(client), Some(server))
+                let guest = await_server(&mut server, || vhost::connect(&socket, &job.load(), queues))?;
+                (Access::Guest(guest), Some(server))
             }
         };
         Ok(Ready { access, server, _device: device })
@@ -286,7 +288,7 @@ impl Peer {
                 client = Some(report.client);
                 report.run
             }
-            Access::Guest(client) => client.run(&job.load(), length)?,
+            Access::Guest(front_end) => vhost::run(front_end, &job.load(), length)?,
             Access::Ring(path) => {
                 let one_by_one = matches!(self.way, Way::Ring { one_by_one: true });
                 let load = Load { one_by_one, ..job.load() };
@@ -305,10 +307,10 @@ impl Peer {
                 .per_io(Metric::ClientCpuNsPerIo, client.cpu.as_nanos() as u64)
                 .per_io(Metric::ClientSwitchesPerIo, client.context_switches);
         }
-        if !matches!(self.way, Way::Raw) {
-            run = run.with(Metric::StartMs, start_ms);
+        if let Way::Raw = self.way {
+            return Ok(run);
         }
-        Ok(run.with(Metric::CachedMib, mib(cached)))
+        Ok(run.with(Metric::StartMs, start_ms).with(Metric::CachedMib, mib(cached)))
     }
 
     /// Warms `server` up if the job requires that, and reads its counters.
@@ -374,9 +376,9 @@ impl Watch<'_> {
         {
             run = run.per_io(metric, now.saturating_sub(before));
         }
-        if let Access::Guest(client) = &access {
+        if let Access::Guest(front_end) = &access {
             // The server maps the guest's memory, so its pages count for the server, too.
-            resident_max = resident_max.saturating_sub(client.front_end.memory_bytes() as u64);
+            resident_max = resident_max.saturating_sub(front_end.memory_bytes() as u64);
         }
         drop(access);
         let switches = self.server.stop().since(self.used).context_switches;

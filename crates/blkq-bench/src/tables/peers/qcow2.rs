@@ -5,13 +5,13 @@ use std::process::{Command, Stdio};
 
 use super::child::Child;
 use super::fio::Job;
-use super::peer::{BLKQ, BLKQ_NBD, Peer, Place, READY_WAIT, chosen, not_there, visits};
+use super::peer::{BLKQ, BLKQ_NBD, Peer, Place, READY_WAIT, chosen, not_there, relate, visits};
 use crate::Result;
 use crate::bench::{Bench, Pace, case};
 use crate::file::check_room;
 use crate::interrupt::Undo;
 use crate::metric::Metric;
-use crate::result::{Comparison, Expected::AtLeast, Table};
+use crate::result::{Comparison, Expected, Expected::AtLeast, Table};
 
 const OURS: Peer =
     Peer::nbd("blkq qcow2", "blkq {image} --format qcow2 --direct-io on --export nbd --listen unix:{socket}");
@@ -20,15 +20,26 @@ const QEMU_NBD: Peer = Peer::nbd(
     "qemu-nbd -f qcow2 -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}",
 );
 
-const ALLOCATED: [Job; 2] = [
-    Job::new("qcow2, 4 KiB random read of allocated clusters, depth 64", "randread", 4096, 64),
-    Job::new("qcow2, 4 KiB random write to allocated clusters, depth 64", "randwrite", 4096, 64).not_quick(),
-];
+/// The main workload.
+const RANDOM: Job =
+    Job::new("qcow2, 4 KiB random read of allocated clusters, depth 64", "randread", 4096, 64);
+const OVERWRITING: Job =
+    Job::new("qcow2, 4 KiB random write to allocated clusters, depth 64", "randwrite", 4096, 64).not_quick();
 /// Each write is 64 KiB after the previous one, so it allocates a cluster.
 const ALLOCATING: Job =
     Job::new("qcow2, 4 KiB write to a new cluster each, depth 64", "write:60k", 4096, 64).not_quick();
+const JOBS: [Job; 3] = [RANDOM, OVERWRITING, ALLOCATING];
 /// Virtual size of the empty image: larger than what a run can write.
 const EMPTY_BYTES: u64 = 1 << 40;
+
+/// The bounds of IOPS relative to other peers.
+const TARGETS: [(&str, &str, Expected); 5] = [
+    (RANDOM.title, QEMU_NBD.name, AtLeast(1.5)),
+    (RANDOM.title, BLKQ, AtLeast(0.9)),
+    (OVERWRITING.title, QEMU_NBD.name, AtLeast(1.5)),
+    (OVERWRITING.title, BLKQ, AtLeast(0.9)),
+    (ALLOCATING.title, QEMU_NBD.name, AtLeast(1.2)),
+];
 
 /// Upper bound for allocating writes per second on any machine.
 const ALLOCATING_IOPS_MAX: f64 = 200_000.0;
@@ -38,13 +49,13 @@ fn allocated_bytes(pace: &Pace) -> u64 {
     (pace.seconds * ALLOCATING_IOPS_MAX) as u64 * (64 << 10)
 }
 
+/// The number of cases of all jobs, of which quick runs do the first.
 pub fn cases(quick: bool) -> usize {
-    let allocated = chosen(&ALLOCATED, quick, |job| job.quick).count();
-    3 * allocated + if quick { 0 } else { 2 }
+    if quick { 3 } else { 3 + 3 + 2 }
 }
 
 /// Runs all jobs, and adds the targets to `table`.
-pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
+pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let images = match bench.progress.aside(|_| Images::make(place)) {
         Ok(images) => images,
         Err(error) => {
@@ -54,43 +65,35 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     };
     let (full, empty) = (place.of(&images.full, place.bytes), place.of(&images.empty, EMPTY_BYTES));
     let mut comparisons = Vec::new();
-    for job in chosen(&ALLOCATED, pace.quick, |job| job.quick) {
-        let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
-        // The raw file contains the same data.
-        cases.extend(visits(&[&BLKQ_NBD], place, *job));
-        let mut comparison = bench.compare_at(pace, job.title, cases)?;
-        add_ratios(&mut comparison, table, QEMU_NBD.name, 1.5);
-        add_ratios(&mut comparison, table, BLKQ, 0.9);
+    for job in chosen(&JOBS, bench.pace.quick, |job| job.quick) {
+        let cases = if job.title == ALLOCATING.title {
+            if let Err(error) = check_room(&place.image, None, allocated_bytes(&bench.pace)) {
+                table.left_out.push(format!("{}: {error}", job.title));
+                continue;
+            }
+            let on_empty = |peer: &'static Peer| {
+                let (images, empty) = (&images, &empty);
+                case(peer.name, move |length| {
+                    images.recreate_empty()?;
+                    peer.visit(empty, job, length)
+                })
+            };
+            vec![on_empty(&OURS), on_empty(&QEMU_NBD)]
+        } else {
+            let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
+            // The raw file contains the same data.
+            cases.extend(visits(&[&BLKQ_NBD], place, *job));
+            cases
+        };
+        let mut comparison = bench.compare(job.title, cases)?;
+        relate(table, &mut comparison, OURS.name, &[Metric::Iops, Metric::ServerCpuNsPerIo], &TARGETS);
         comparisons.push(comparison);
     }
-    if pace.quick {
-        let titles = ALLOCATED.iter().chain([&ALLOCATING]).filter(|job| !job.quick).map(|job| job.title);
+    if bench.pace.quick {
+        let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title);
         table.left_out.push(format!("because of --quick: {}", titles.collect::<Vec<_>>().join("; ")));
-    } else if let Err(error) = check_room(&place.image, None, allocated_bytes(&pace)) {
-        table.left_out.push(format!("{}: {error}", ALLOCATING.title));
-    } else {
-        let cases = [&OURS, &QEMU_NBD].map(|peer| {
-            let (images, empty) = (&images, &empty);
-            case(peer.name, move |length| {
-                images.recreate_empty()?;
-                peer.visit(empty, &ALLOCATING, length)
-            })
-        });
-        let mut comparison = bench.compare_at(pace, ALLOCATING.title, cases.into())?;
-        add_ratios(&mut comparison, table, QEMU_NBD.name, 1.2);
-        comparisons.push(comparison);
     }
     Ok(comparisons)
-}
-
-/// Adds the ratios blkq / `base` for IOPS and processor time, and the target that the ratio of the IOPS is at
-/// least `wanted`.
-fn add_ratios(comparison: &mut Comparison, table: &mut Table, base: &str, wanted: f64) {
-    let name = format!("{} relative to {base}", OURS.name);
-    let ratio = comparison.effect(&name, base, OURS.name, Metric::Iops, None).ratio;
-    comparison.effect(name, base, OURS.name, Metric::ServerCpuNsPerIo, None);
-    let title = format!("{}: {}, {} / {base}", comparison.title, Metric::Iops.label(), OURS.name);
-    table.target(title, ratio, AtLeast(wanted));
 }
 
 /// The qcow2 images, next to the measured file. They are removed on drop.

@@ -4,8 +4,7 @@
 use super::fio::Job;
 use super::peer::{LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
 use crate::Result;
-use crate::bench::{Bench, Pace};
-use crate::load::Pattern;
+use crate::bench::Bench;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost};
 use crate::result::{Comparison, Table};
@@ -64,7 +63,7 @@ const OVER_NOTHING: [Peer; 4] = [
 /// Whether `peer` does `job`. io_uring with one call per I/O does sequential jobs only, as the base for the gain of
 /// merging.
 fn does(peer: &Peer, job: &Job) -> bool {
-    peer.name != RAW_ONE_BY_ONE || job.load().pattern == Pattern::Sequential
+    peer.name != RAW_ONE_BY_ONE || !job.load().random
 }
 
 pub fn cases(quick: bool) -> usize {
@@ -74,21 +73,22 @@ pub fn cases(quick: bool) -> usize {
 
 /// Measures all servers. The comparisons are part of the table `peers`. Fails if a server that could be
 /// started before fails to start.
-pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
-    let over_file = present(&OVER_FILE, pace.quick, place, &RANDOM, table);
-    let over_nothing = present(&OVER_NOTHING, pace.quick, place, &RANDOM, table);
+pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
+    let quick = bench.pace.quick;
+    let over_file = present(&OVER_FILE, quick, place, &RANDOM, table);
+    let over_nothing = present(&OVER_NOTHING, quick, place, &RANDOM, table);
     let mut comparisons = Vec::new();
     for job in &JOBS {
-        if pace.quick && !job.quick {
+        if quick && !job.quick {
             table.left_out.push(format!("because of --quick: {}", job.title));
             continue;
         }
         let peers: Vec<&Peer> = over_file.iter().copied().filter(|peer| does(peer, job)).collect();
-        let mut comparison = bench.compare_at(pace, job.title, visits(&peers, place, *job))?;
+        let mut comparison = bench.compare(job.title, visits(&peers, place, *job))?;
         state_targets(table, &mut comparison, job);
         comparisons.push(comparison);
     }
-    let mut null = bench.compare_at(pace, NULL_TITLE, visits(&over_nothing, place, RANDOM))?;
+    let mut null = bench.compare(NULL_TITLE, visits(&over_nothing, place, RANDOM))?;
     state_targets_of_null_devices(table, &mut null);
     comparisons.push(null);
     table.notes.push(
@@ -113,7 +113,7 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison, job: &Job) {
         (ONE.title, QEMU, AtMost(0.7)),
         (LARGE.title, RAW, AtLeast(0.97)),
     ];
-    relate(table, comparison, BLKQ, metric, &targets);
+    relate(table, comparison, BLKQ, &[metric], &targets);
     if title == ONE.title {
         let beyond = comparison.median(BLKQ, metric) - comparison.median(RAW, metric);
         table.target(format!("{title}: mean latency, {BLKQ} minus {RAW}, us"), beyond, AtMost(15.0));
