@@ -14,23 +14,9 @@ use crate::result::{Case, Comparison};
 pub struct Pace {
     /// Length of a run, in seconds.
     pub seconds: f64,
-    /// Additional seconds per run, in which its processes start and stop.
-    pub around_seconds: f64,
     pub rounds: usize,
     /// Whether to measure fewer points of curves and fewer cases.
     pub quick: bool,
-}
-
-impl Pace {
-    pub fn new(quick: bool) -> Pace {
-        let (seconds, rounds) = if quick { (0.1, 3) } else { (1.0, 5) };
-        Pace { seconds, around_seconds: 0.0, rounds, quick }
-    }
-
-    /// Seconds that a comparison of `cases` cases takes.
-    pub fn cost(&self, cases: usize) -> f64 {
-        (self.seconds + self.around_seconds) * (self.rounds * cases) as f64
-    }
 }
 
 pub struct Bench {

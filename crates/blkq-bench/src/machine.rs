@@ -3,33 +3,9 @@
 use std::path::Path;
 
 use rustix::fs::{AtFlags, StatxFlags};
-use serde::{Deserialize, Serialize};
 
 use crate::process::{bytes_of, value_of};
-
-/// The properties of the machine that its figures depend on.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Machine {
-    /// Model name of the processor.
-    pub processor: String,
-    /// Processors that the process may use (its affinity and cgroup).
-    pub processors: usize,
-    /// Memory in bytes, as in /proc/meminfo.
-    pub memory_bytes: u64,
-    /// Release of the Linux kernel.
-    pub kernel: String,
-    /// Whether the processor reports a hypervisor.
-    pub virtual_machine: bool,
-    /// Type and source of the file system of the measured file, as in /proc/self/mountinfo; `null` if no
-    /// table measured on a file.
-    pub file_system: Option<String>,
-    /// Name of the clock source.
-    pub clock_source: String,
-    /// Load average of the last minute at the start.
-    pub load: f64,
-}
+use crate::result::Machine;
 
 fn read(path: &str) -> String {
     std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()

@@ -1,8 +1,8 @@
 //! Prints the tables as text.
 
 use crate::metric::Metric;
-use crate::result::{Comparison, Curve, Effect, Expected, Published, Table};
-use crate::summary::{self, Headline};
+use crate::result::{Comparison, Curve, Effect, Published, Table};
+use crate::summary::{self, Judged};
 
 const WIDTH: usize = 108;
 /// Minimum width of the first column of a table, in characters, if its content is that long.
@@ -20,8 +20,8 @@ median. x: feature / base, the median of the ratios of the rounds; +-: the sprea
 /// Prints one table: its main result, the published figures, the measured figures, the mechanisms and targets.
 pub fn table(table: &Table) -> String {
     let mut text = paragraph("== ", &table.title);
-    if let Some(found) = summary::headline(table) {
-        text += &paragraph("   ", &verdict(&found));
+    if let Some((comparison, effect)) = summary::headline(table) {
+        text += &paragraph("   ", &verdict(comparison, effect));
     }
     if let Some(published) = &table.published {
         text += &self::published(table, published);
@@ -30,10 +30,8 @@ pub fn table(table: &Table) -> String {
         text += &self::comparison(comparison);
     }
     text += &plots(table);
-    let mechanisms = table.mechanisms.iter().map(|of| (&*of.claim, of.value, of.expected, of.seen));
-    text += &judged("mechanisms", ["seen", "NOT SEEN"], mechanisms);
-    let targets = table.targets.iter().map(|of| (&*of.name, of.value, of.wanted, of.reached));
-    text += &judged("targets", ["reached", "missed"], targets);
+    text += &judged("mechanisms", ["seen", "NOT SEEN"], summary::mechanisms(table));
+    text += &judged("targets", ["reached", "missed"], summary::targets(table));
     if !table.left_out.is_empty() || !table.notes.is_empty() {
         text.push('\n');
     }
@@ -47,16 +45,16 @@ pub fn table(table: &Table) -> String {
 }
 
 /// `cached relative to precise: IOPS x 2.54 +-2 % (published x 1.10); null, 4 KiB random read`.
-fn verdict(found: &Headline) -> String {
-    let Effect { metric, feature, base, published_ratio, clear, .. } = found.effect;
+fn verdict(comparison: &Comparison, effect: &Effect) -> String {
+    let Effect { metric, feature, base, published_ratio, clear, .. } = effect;
     let published = published_ratio.map_or(String::new(), |r| format!(" (published {})", ratio(r)));
     let unclear = if *clear { "" } else { ", within its spread" };
     format!(
         "{feature} relative to {base}: {} {} +-{}{published}{unclear}; {}",
         metric.label(),
-        measured_ratio(found.effect),
-        summary::spread(found.effect),
-        found.comparison.title
+        measured_ratio(effect),
+        summary::spread(effect),
+        comparison.title
     )
 }
 
@@ -114,14 +112,11 @@ fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
         rows.push(std::iter::once(case.name.clone()).chain(metrics.iter().map(cell)).collect());
     }
     let Some(first) = metrics.first() else { return rows };
-    let spreads = comparison.cases.iter().map(|case| {
-        let figure = case.find(*first)?;
-        let percent = 100.0 * (figure.max - figure.min) / figure.median;
-        percent.is_finite().then(|| format!("{percent:.0}%"))
-    });
     rows[0].insert(2, "spread".to_owned());
-    for (row, spread) in rows[1..].iter_mut().zip(spreads) {
-        row.insert(2, spread.unwrap_or("-".to_owned()));
+    for (row, case) in rows[1..].iter_mut().zip(&comparison.cases) {
+        let percent = case.find(*first).map(|figure| 100.0 * (figure.max - figure.min) / figure.median);
+        let percent = percent.filter(|percent| percent.is_finite());
+        row.insert(2, percent.map_or("-".to_owned(), |percent| format!("{percent:.0}%")));
     }
     rows
 }
@@ -146,18 +141,12 @@ fn plots(table: &Table) -> String {
 }
 
 /// The values with their bounds and verdicts, in the words for a good and a bad one. Without values there is no title.
-fn judged<'a>(
-    title: &str,
-    words: [&str; 2],
-    values: impl Iterator<Item = (&'a str, f64, Expected, bool)>,
-) -> String {
-    let row = |(name, value, expected, good): (&str, f64, Expected, bool)| {
-        let (relation, bound) = summary::bound(expected);
-        let bound = format!("{relation} {}", summary::number(bound));
-        let verdict = if good { words[0] } else { words[1] };
-        vec![name.to_owned(), summary::number(value), bound, verdict.to_owned()]
-    };
-    let rows: Vec<_> = values.map(row).collect();
+fn judged(title: &str, [good, bad]: [&str; 2], values: Vec<Judged>) -> String {
+    let verdict = |is_good| if is_good { good } else { bad };
+    let rows: Vec<_> = values
+        .into_iter()
+        .map(|(cells, is_good)| [&cells[..], &[verdict(is_good).to_owned()]].concat())
+        .collect();
     if rows.is_empty() { String::new() } else { format!("\n{title}\n{}", columns(&rows)) }
 }
 

@@ -23,9 +23,8 @@ pub struct Progress {
 
 impl Progress {
     pub fn new(planned_seconds: f64) -> Progress {
-        let terminal = std::io::stderr().is_terminal();
         Progress {
-            terminal,
+            terminal: std::io::stderr().is_terminal(),
             began: Instant::now(),
             aside: Duration::ZERO,
             shown: None,
@@ -61,10 +60,8 @@ impl Progress {
         let percent = 100.0 * self.done_seconds() / self.planned_seconds.max(f64::MIN_POSITIVE);
         let (percent, remaining) = (format!("[{percent:3.0} %] "), self.remaining());
         // A line that wraps could not be overwritten.
-        let columns = match rustix::termios::tcgetwinsize(std::io::stderr()) {
-            Ok(size) if size.ws_col > 0 => size.ws_col,
-            _ => 80,
-        };
+        let columns = rustix::termios::tcgetwinsize(std::io::stderr()).map_or(0, |size| size.ws_col);
+        let columns = if columns > 0 { columns } else { 80 };
         let room = usize::from(columns).saturating_sub(percent.len() + remaining.len() + 1);
         let what: String = what.chars().take(room).collect();
         let _ = write!(std::io::stderr(), "\r\x1b[K{percent}{what}{remaining}");

@@ -4,135 +4,226 @@
 use serde::{Deserialize, Serialize};
 
 use crate::What;
-use crate::machine::Machine;
 use crate::metric::Metric;
 
 /// Version of the JSON document. It is raised when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
-/// Everything that one `blkq bench` measured.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Results {
-    /// Version of this document: [`SCHEMA`].
-    pub schema: u32,
-    /// Version of blkq that measured.
-    pub version: String,
-    /// Start of the run, in seconds since 1970 (UTC).
-    pub started_unix: u64,
-    /// Duration of the run, in seconds.
-    pub elapsed_seconds: f64,
-    /// Whether this was a quick run: fewer and shorter rounds.
-    pub quick: bool,
-    /// The machine that was measured on.
-    pub machine: Machine,
-    /// The tables, in the order in which they were measured.
-    pub tables: Vec<Table>,
+/// Declares the objects of the JSON document, with the attributes for writing, reading and describing them.
+macro_rules! objects {
+    ($($(#[$description:meta])* pub struct $Name:ident { $($fields:tt)* })*) => {
+        $(
+            $(#[$description])*
+            #[derive(Clone, Debug, Serialize, Deserialize)]
+            #[serde(deny_unknown_fields)]
+            #[cfg_attr(test, derive(schemars::JsonSchema))]
+            pub struct $Name { $($fields)* }
+        )*
+    };
 }
 
-/// One of the tables: a question, answered by comparisons and curves.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Table {
-    /// Name of the table on the command line.
-    pub name: What,
-    /// The question of the table, in one line.
-    pub title: String,
-    /// The figures that the author of the idea published.
-    pub published: Option<Published>,
-    /// Comparisons of cases that took turns.
-    pub comparisons: Vec<Comparison>,
-    /// Curves: one figure as a function of another.
-    pub curves: Vec<Curve>,
-    /// The counters that explain the figures.
-    pub mechanisms: Vec<Mechanism>,
-    /// Figures that have a target.
-    pub targets: Vec<Target>,
-    /// Cases that were not measured, and why: `name: reason`.
-    pub left_out: Vec<String>,
-    /// Notes for readers of the table.
-    pub notes: Vec<String>,
-}
+objects! {
+    /// Everything that one `blkq bench` measured.
+    pub struct Results {
+        /// Version of this document: [`SCHEMA`].
+        pub schema: u32,
+        /// Version of blkq that measured.
+        pub version: String,
+        /// Start of the run, in seconds since 1970 (UTC).
+        pub started_unix: u64,
+        /// Duration of the run, in seconds.
+        pub elapsed_seconds: f64,
+        /// Whether this was a quick run: fewer and shorter rounds.
+        pub quick: bool,
+        /// The machine that was measured on.
+        pub machine: Machine,
+        /// The tables, in the order in which they were measured.
+        pub tables: Vec<Table>,
+    }
 
-/// Figures published by the author of an idea.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Published {
-    /// The source in one line: who, when, on which machine.
-    pub origin: String,
-    /// How the figures were measured.
-    pub setting: String,
-    /// Unit of the figures.
-    pub unit: String,
-    /// The published figures, one row per workload.
-    pub rows: Vec<PublishedRow>,
-}
+    /// The properties of the machine that its figures depend on.
+    pub struct Machine {
+        /// Model name of the processor.
+        pub processor: String,
+        /// Processors that the process may use (its affinity and cgroup).
+        pub processors: usize,
+        /// Memory in bytes, as in /proc/meminfo.
+        pub memory_bytes: u64,
+        /// Release of the Linux kernel.
+        pub kernel: String,
+        /// Whether the processor reports a hypervisor.
+        pub virtual_machine: bool,
+        /// Type and source of the file system of the measured file, as in /proc/self/mountinfo; `null` if no
+        /// table measured on a file.
+        pub file_system: Option<String>,
+        /// Name of the clock source.
+        pub clock_source: String,
+        /// Load average of the last minute at the start.
+        pub load: f64,
+    }
 
-/// A published figure without and with the idea.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct PublishedRow {
-    /// The workload.
-    pub name: String,
-    /// The figure without the idea.
-    pub base: f64,
-    /// The figure with the idea.
-    pub feature: f64,
+    /// One of the tables: a question, answered by comparisons and curves.
+    pub struct Table {
+        /// Name of the table on the command line.
+        pub name: What,
+        /// The question of the table, in one line.
+        pub title: String,
+        /// The figures that the author of the idea published.
+        pub published: Option<Published>,
+        /// Comparisons of cases that took turns.
+        pub comparisons: Vec<Comparison>,
+        /// Curves: one figure as a function of another.
+        pub curves: Vec<Curve>,
+        /// The counters that explain the figures.
+        pub mechanisms: Vec<Mechanism>,
+        /// Figures that have a target.
+        pub targets: Vec<Target>,
+        /// Cases that were not measured, and why: `name: reason`.
+        pub left_out: Vec<String>,
+        /// Notes for readers of the table.
+        pub notes: Vec<String>,
+    }
+
+    /// Figures published by the author of an idea.
+    pub struct Published {
+        /// The source in one line: who, when, on which machine.
+        pub origin: String,
+        /// How the figures were measured.
+        pub setting: String,
+        /// Unit of the figures.
+        pub unit: String,
+        /// The published figures, one row per workload.
+        pub rows: Vec<PublishedRow>,
+    }
+
+    /// A published figure without and with the idea.
+    pub struct PublishedRow {
+        /// The workload.
+        pub name: String,
+        /// The figure without the idea.
+        pub base: f64,
+        /// The figure with the idea.
+        pub feature: f64,
+    }
+
+    /// Cases that took turns (A B C A B C ...).
+    pub struct Comparison {
+        /// The workload that is compared.
+        pub title: String,
+        /// Number of runs of each case.
+        pub rounds: usize,
+        /// Length of a run, in seconds.
+        pub seconds: f64,
+        /// The cases, in the order in which they ran.
+        pub cases: Vec<Case>,
+        /// Ratios between cases.
+        pub effects: Vec<Effect>,
+    }
+
+    /// One side of a comparison.
+    pub struct Case {
+        /// Name of the case in its comparison.
+        pub name: String,
+        /// The measured metrics, in the order of the columns.
+        pub figures: Vec<Figure>,
+    }
+
+    /// One metric of a case, over all rounds.
+    pub struct Figure {
+        /// The metric that was measured.
+        pub metric: Metric,
+        /// Median of the rounds.
+        pub median: f64,
+        /// Smallest value of the rounds.
+        pub min: f64,
+        /// Largest value of the rounds.
+        pub max: f64,
+        /// The values in the order of the rounds.
+        pub samples: Vec<f64>,
+    }
+
+    /// How one case differs from another in one metric.
+    pub struct Effect {
+        /// The difference between the two cases.
+        pub name: String,
+        /// The case that is the denominator of the ratio.
+        pub base: String,
+        /// The case that is the numerator of the ratio.
+        pub feature: String,
+        /// The metric that is compared.
+        pub metric: Metric,
+        /// Feature / base: the median of the ratios of the rounds, because a disturbance of a whole round changes
+        /// both cases alike. `null` if the base is 0.
+        #[serde(deserialize_with = "finite_or_null")]
+        #[cfg_attr(test, schemars(with = "Option<f64>"))]
+        pub ratio: f64,
+        /// The factor by which the ratio may be wrong in either direction: the square root of the largest ratio of
+        /// a round / the smallest. `null` if one of them is 0 or not defined.
+        #[serde(deserialize_with = "finite_or_null")]
+        #[cfg_attr(test, schemars(with = "Option<f64>"))]
+        pub spread: f64,
+        /// Whether the effect is larger than its spread.
+        pub clear: bool,
+        /// This ratio as published by the author of the idea.
+        pub published_ratio: Option<f64>,
+    }
+
+    /// A figure as a function of another: a line of a plot.
+    pub struct Curve {
+        /// Title of the plot; curves of the same plot share its axes.
+        pub plot: String,
+        /// Name of the curve in the legend.
+        pub name: String,
+        /// Label of the x axis.
+        pub x_label: String,
+        /// The measured metric: the y axis.
+        pub metric: Metric,
+        /// The points in ascending order of x.
+        pub points: Vec<Point>,
+    }
+
+    /// A point of a curve.
+    pub struct Point {
+        /// Position on the x axis.
+        pub x: f64,
+        /// Median of the rounds.
+        pub median: f64,
+        /// Smallest value of the rounds.
+        pub min: f64,
+        /// Largest value of the rounds.
+        pub max: f64,
+    }
+
+    /// A claim about how something works, and the counter that proves it. Counters do not depend on the speed of the
+    /// machine: a mechanism that is not seen is a defect.
+    pub struct Mechanism {
+        /// The claim in one line.
+        pub claim: String,
+        /// The measured value of the counter.
+        pub value: f64,
+        /// The bound that the counter must keep.
+        pub expected: Expected,
+        /// Whether the counter keeps the bound.
+        pub seen: bool,
+    }
+
+    /// A figure with a target, as a ratio within one run. Notes explain missed targets.
+    pub struct Target {
+        /// Name of the figure.
+        pub name: String,
+        /// The measured value.
+        pub value: f64,
+        /// The bound that the figure should reach.
+        pub wanted: Expected,
+        /// Whether this run reached the target.
+        pub reached: bool,
+    }
 }
 
 impl PublishedRow {
     pub fn ratio(&self) -> f64 {
         self.feature / self.base
     }
-}
-
-/// Cases that took turns (A B C A B C ...).
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Comparison {
-    /// The workload that is compared.
-    pub title: String,
-    /// Number of runs of each case.
-    pub rounds: usize,
-    /// Length of a run, in seconds.
-    pub seconds: f64,
-    /// The cases, in the order in which they ran.
-    pub cases: Vec<Case>,
-    /// Ratios between cases.
-    pub effects: Vec<Effect>,
-}
-
-/// One side of a comparison.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Case {
-    /// Name of the case in its comparison.
-    pub name: String,
-    /// The measured metrics, in the order of the columns.
-    pub figures: Vec<Figure>,
-}
-
-/// One metric of a case, over all rounds.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Figure {
-    /// The metric that was measured.
-    pub metric: Metric,
-    /// Median of the rounds.
-    pub median: f64,
-    /// Smallest value of the rounds.
-    pub min: f64,
-    /// Largest value of the rounds.
-    pub max: f64,
-    /// The values in the order of the rounds.
-    pub samples: Vec<f64>,
 }
 
 impl Figure {
@@ -145,101 +236,9 @@ impl Figure {
     }
 }
 
-/// How one case differs from another in one metric.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Effect {
-    /// The difference between the two cases.
-    pub name: String,
-    /// The case that is the denominator of the ratio.
-    pub base: String,
-    /// The case that is the numerator of the ratio.
-    pub feature: String,
-    /// The metric that is compared.
-    pub metric: Metric,
-    /// Feature / base: the median of the ratios of the rounds, because a disturbance of a whole round changes
-    /// both cases alike. `null` if the base is 0.
-    #[serde(deserialize_with = "finite_or_null")]
-    #[cfg_attr(test, schemars(with = "Option<f64>"))]
-    pub ratio: f64,
-    /// The factor by which the ratio may be wrong in either direction: the square root of the largest ratio of
-    /// a round / the smallest. `null` if one of them is 0 or not defined.
-    #[serde(deserialize_with = "finite_or_null")]
-    #[cfg_attr(test, schemars(with = "Option<f64>"))]
-    pub spread: f64,
-    /// Whether the effect is larger than its spread.
-    pub clear: bool,
-    /// This ratio as published by the author of the idea.
-    pub published_ratio: Option<f64>,
-}
-
 /// Reads a ratio whose base was 0: JSON has no number for it, and serde_json writes `null`.
 fn finite_or_null<'de, D: serde::Deserializer<'de>>(json: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(json)?.unwrap_or(f64::NAN))
-}
-
-/// A figure as a function of another: a line of a plot.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Curve {
-    /// Title of the plot; curves of the same plot share its axes.
-    pub plot: String,
-    /// Name of the curve in the legend.
-    pub name: String,
-    /// Label of the x axis.
-    pub x_label: String,
-    /// The measured metric: the y axis.
-    pub metric: Metric,
-    /// The points in ascending order of x.
-    pub points: Vec<Point>,
-}
-
-/// A point of a curve.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Point {
-    /// Position on the x axis.
-    pub x: f64,
-    /// Median of the rounds.
-    pub median: f64,
-    /// Smallest value of the rounds.
-    pub min: f64,
-    /// Largest value of the rounds.
-    pub max: f64,
-}
-
-/// A claim about how something works, and the counter that proves it. Counters do not depend on the speed of the
-/// machine: a mechanism that is not seen is a defect.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Mechanism {
-    /// The claim in one line.
-    pub claim: String,
-    /// The measured value of the counter.
-    pub value: f64,
-    /// The bound that the counter must keep.
-    pub expected: Expected,
-    /// Whether the counter keeps the bound.
-    pub seen: bool,
-}
-
-/// A figure with a target, as a ratio within one run. Notes explain missed targets.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Target {
-    /// Name of the figure.
-    pub name: String,
-    /// The measured value.
-    pub value: f64,
-    /// The bound that the figure should reach.
-    pub wanted: Expected,
-    /// Whether this run reached the target.
-    pub reached: bool,
 }
 
 /// A bound for a value.

@@ -6,9 +6,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::bench::{Bench, Pace};
 use crate::file::TestFile;
-use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::result::{Results, SCHEMA};
+use crate::result::{Machine, Results, SCHEMA};
 use crate::tables::TABLES;
 use crate::{Arguments, Result, What, ensure, interrupt, print, report};
 
@@ -17,24 +16,24 @@ const FILE_BYTES_QUICK: u64 = 256 << 20;
 const FILE_BYTES_MIN: u64 = 64 << 20;
 
 /// Measures the chosen tables, prints each of them as soon as it is measured, and writes the outputs.
-pub fn run(arguments: &Arguments) -> Result<Results> {
+pub fn run(arguments: &Arguments) -> Result {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
     ensure(bytes >= FILE_BYTES_MIN && bytes.is_multiple_of(1 << 20), || {
         "--size must be at least 64M and a multiple of 1M".into()
     })?;
     arguments.check_outputs()?;
     interrupt::watch()?;
-    let pace = Pace::new(arguments.quick);
+    let (seconds, rounds) = if arguments.quick { (0.1, 3) } else { (1.0, 5) };
+    let pace = Pace { seconds, rounds, quick: arguments.quick };
     let chosen: Vec<_> =
         TABLES.iter().filter(|table| arguments.what == What::All || table.name == arguments.what).collect();
-    let planned = chosen.iter().map(|table| (table.planned_seconds)(&pace)).sum();
+    let planned = chosen.iter().map(|table| table.planned_seconds(arguments.quick)).sum();
     let mut bench = Bench { pace, progress: Progress::new(planned), file: None };
     let began = Instant::now();
-    let started_unix = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let mut results = Results {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        started_unix,
+        started_unix: SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs(),
         elapsed_seconds: 0.0,
         quick: arguments.quick,
         machine: Machine::describe(),
@@ -52,7 +51,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     for table in chosen {
         bench.pace = pace;
         let measured = (table.run)(&mut bench)?;
-        planned_so_far += (table.planned_seconds)(&pace);
+        planned_so_far += table.planned_seconds(arguments.quick);
         bench.progress.over_seconds = planned_so_far;
         bench.progress.clear();
         arguments.print(&format!("\n{}", print::table(&measured)))?;
@@ -61,15 +60,14 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     results.machine.file_system =
         bench.file.as_ref().and_then(|file| crate::machine::file_system(&file.path));
     results.elapsed_seconds = began.elapsed().as_secs_f64();
-    arguments.write(&results)?;
-    Ok(results)
+    arguments.write(&results)
 }
 
 impl Arguments {
     /// Checks before the measurement that all outputs can be written.
     fn check_outputs(&self) -> Result {
         if let Some(path) = self.json.as_deref().filter(|_| !self.json_to_stdout()) {
-            report::check_json(path)?;
+            report::check_output(path, report::is_json)?;
         }
         self.report.as_deref().map_or(Ok(()), report::check)
     }
@@ -85,7 +83,7 @@ impl Arguments {
     fn write(&self, results: &Results) -> Result {
         match &self.json {
             Some(_) if self.json_to_stdout() => print_out(&report::json(results)?)?,
-            Some(path) => report::write_json(results, path)?,
+            Some(path) => report::write_output(path, report::is_json, &report::json(results)?)?,
             None => {}
         }
         if let Some(directory) = &self.report {

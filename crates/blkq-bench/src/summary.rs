@@ -3,23 +3,15 @@
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
 
-#[derive(Clone, Copy, Debug)]
-pub struct Headline<'a> {
-    pub comparison: &'a Comparison,
-    pub effect: &'a Effect,
-}
-
 /// All effects of a table, each with its comparison.
-pub fn effects(table: &Table) -> impl Iterator<Item = Headline<'_>> {
-    table
-        .comparisons
-        .iter()
-        .flat_map(|comparison| comparison.effects.iter().map(move |effect| Headline { comparison, effect }))
+pub fn effects(table: &Table) -> impl Iterator<Item = (&Comparison, &Effect)> {
+    let comparisons = table.comparisons.iter();
+    comparisons.flat_map(|comparison| comparison.effects.iter().map(move |effect| (comparison, effect)))
 }
 
-/// The first effect for which a ratio was published, or else the first effect.
-pub fn headline(table: &Table) -> Option<Headline<'_>> {
-    effects(table).find(|found| found.effect.published_ratio.is_some()).or_else(|| effects(table).next())
+/// The first effect for which a ratio was published, or else the first effect, with its comparison.
+pub fn headline(table: &Table) -> Option<(&Comparison, &Effect)> {
+    effects(table).find(|(_, effect)| effect.published_ratio.is_some()).or_else(|| effects(table).next())
 }
 
 /// Pairs each published row with its measured counterpart: the effect whose published ratio is that of the row.
@@ -29,9 +21,8 @@ pub fn published_beside<'a>(
 ) -> Vec<(&'a PublishedRow, Option<&'a Effect>)> {
     let same = |row: &PublishedRow, ratio: f64| (row.ratio() / ratio - 1.0).abs() < 1e-9;
     let measured = |row| {
-        effects(table)
-            .map(|found| found.effect)
-            .find(|effect| effect.published_ratio.is_some_and(|ratio| same(row, ratio)))
+        let mut effects = effects(table).map(|(_, effect)| effect);
+        effects.find(|effect| effect.published_ratio.is_some_and(|ratio| same(row, ratio)))
     };
     published.rows.iter().map(|row| (row, measured(row))).collect()
 }
@@ -100,12 +91,24 @@ pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())
 }
 
-pub fn bound(expected: Expected) -> (&'static str, f64) {
-    match expected {
+/// The name, the value and the bound of a mechanism or a target, and whether the value keeps the bound.
+pub type Judged = ([String; 3], bool);
+
+fn judged(name: &str, value: f64, expected: Expected, is_good: bool) -> Judged {
+    let (relation, bound) = match expected {
         Expected::AtLeast(bound) => (">=", bound),
         Expected::AtMost(bound) => ("<=", bound),
         Expected::Exactly(bound) => ("=", bound),
-    }
+    };
+    ([name.to_owned(), number(value), format!("{relation} {}", number(bound))], is_good)
+}
+
+pub fn mechanisms(table: &Table) -> Vec<Judged> {
+    table.mechanisms.iter().map(|of| judged(&of.claim, of.value, of.expected, of.seen)).collect()
+}
+
+pub fn targets(table: &Table) -> Vec<Judged> {
+    table.targets.iter().map(|of| judged(&of.name, of.value, of.wanted, of.reached)).collect()
 }
 
 /// Wraps `text` into lines of at most `width`, as measured by `measure`: between words, or within a word that is

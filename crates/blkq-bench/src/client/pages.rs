@@ -7,8 +7,7 @@ pub const PAGE_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    page: u64,
-    used: bool,
+    page: Option<u64>,
     /// Whether the page was used since the clock hand passed it.
     referenced: bool,
     dirty: bool,
@@ -110,10 +109,10 @@ impl Pages {
             if slot.dirty || slot.writing || std::mem::take(&mut slot.referenced) {
                 continue;
             }
-            if slot.used {
-                self.index.remove(&slot.page);
+            if let Some(page) = slot.page {
+                self.index.remove(&page);
             }
-            *slot = Slot { page, used: true, ..Slot::default() };
+            *slot = Slot { page: Some(page), ..Slot::default() };
             self.index.insert(page, hand);
             return Some(hand);
         }

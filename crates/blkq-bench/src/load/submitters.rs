@@ -17,7 +17,7 @@ use crate::metric::Metric;
 use crate::threads::during;
 
 /// Warm-up before the measured time, as a share of it: the gate must be full first.
-pub const WARM_UP: f64 = 0.25;
+const WARM_UP: f64 = 0.25;
 
 /// The I/Os of one submitter. Each submitter has a separate window, so that submitters share nothing but the gate.
 struct Window {

@@ -9,7 +9,7 @@ use crate::load::{Load, Offsets};
 use crate::measurement::{Run, Stopwatch};
 use crate::metric::Metric;
 use crate::threads::together;
-use crate::vhost::{FrontEnd, Options, Queue, Request};
+use crate::vhost::{FrontEnd, Options, Queue};
 
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
@@ -58,7 +58,6 @@ fn report(done: Vec<Done>, stopwatch: &Stopwatch) -> Result<Run> {
 /// Reads the clock once per turn: all completions of a turn complete at that time, and all requests submitted in
 /// the next turn start at that time.
 fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Duration) -> Result<Done> {
-    let (write, bytes) = (load.write, load.block_bytes as usize);
     let began = Instant::now();
     let mut now = began;
     let mut begun = vec![began; load.depth];
@@ -66,10 +65,9 @@ fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Durat
     let mut done = Done { latencies_ns: Vec::with_capacity(1 << 20), kicks: 0, waits: 0 };
     loop {
         if now - began < length {
-            let count = offsets.left.min(free.len() as u64) as usize;
-            for slot in free.drain(..count) {
+            for slot in free.drain(..) {
                 let sector = offsets.next_bytes() / 512;
-                queue.submit(slot, &Request { write, sector, bytes });
+                queue.submit(slot, load.write, sector);
                 begun[slot] = now;
             }
             done.kicks += u64::from(queue.publish()?);

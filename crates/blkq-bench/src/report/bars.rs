@@ -2,7 +2,7 @@
 //! readable on a phone.
 
 use super::html::{escape, width_em};
-use super::scale::Scale;
+use super::scale::{self, Scale};
 use crate::summary::wrap;
 
 /// Width of a plot in SVG units, which are pixels at its natural size.
@@ -19,7 +19,7 @@ const BETWEEN: f64 = 3.0;
 /// Vertical space below a row.
 const BELOW: f64 = 10.0;
 
-/// A bar from [`Plot::begin`] to `value`.
+/// A bar from the beginning of the scale, which [`Plot::of_ratios`] determines, to `value`.
 pub struct Bar {
     pub value: f64,
     /// Smallest and largest value: the whisker.
@@ -38,19 +38,16 @@ pub struct Row {
 
 pub struct Plot<'a> {
     /// An id that is unique on the page.
-    pub id: String,
-    pub title: String,
-    /// Maps values to positions in [`AXIS`].
-    pub scale: Scale,
-    /// The value at which all bars begin.
-    pub begin: f64,
-    pub tick: fn(f64) -> String,
+    pub id: &'a str,
+    pub title: &'a str,
     pub axis: &'a str,
+    /// Whether the values are ratios: their bars begin at 1, on a logarithmic scale. Other bars begin at 0.
+    pub of_ratios: bool,
     pub rows: Vec<Row>,
 }
 
-/// Start and end of horizontal axes, in SVG units.
-pub const AXIS: (f64, f64) = (1.0, WIDTH - SIDE);
+/// Start and end of the axis, in SVG units.
+const AXIS: (f64, f64) = (1.0, WIDTH - SIDE);
 
 /// Width of `text` in SVG units.
 pub fn measure(text: &str) -> f64 {
@@ -72,8 +69,38 @@ pub fn text(x: f64, y: f64, class: &str, content: &str) -> String {
     format!("<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{}</text>\n", escape(content))
 }
 
+/// A straight line.
+pub fn rule(class: &str, (x1, y1): (f64, f64), (x2, y2): (f64, f64)) -> String {
+    format!("<line class=\"{class}\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>\n")
+}
+
+/// The labels of a horizontal axis, with their baseline at `y`. Also returns the positions of their ticks. Ticks whose
+/// labels would overlap the previous one are omitted.
+pub fn tick_labels(scale: &Scale, label: impl Fn(f64) -> String, y: f64) -> (Vec<f64>, String) {
+    let (mut positions, mut drawn, mut last_end) = (Vec::new(), String::new(), f64::NEG_INFINITY);
+    for tick in &scale.ticks {
+        let (x, label) = (scale.at(*tick), label(*tick));
+        let half = measure(&label) / 2.0;
+        let middle = x.clamp(half, WIDTH - half);
+        if middle - half > last_end + 4.0 {
+            positions.push(x);
+            drawn += &text(middle, y, "tick", &label);
+            last_end = middle + half;
+        }
+    }
+    (positions, drawn)
+}
+
 impl Plot<'_> {
     pub fn svg(&self) -> String {
+        let bars = self.rows.iter().flat_map(|row| &row.bars);
+        let ends = bars.flat_map(|bar| bar.range.map_or([bar.value; 2], |(min, max)| [min, max]));
+        let (begin, sign, scale) = if self.of_ratios {
+            let values: Vec<f64> = ends.chain([1.0]).collect();
+            (1.0, "\u{d7}", Scale::log(&values, AXIS.0, AXIS.1))
+        } else {
+            (0.0, "", Scale::from_zero(ends.fold(0.0, f64::max), AXIS.0, AXIS.1))
+        };
         let mut body = String::new();
         let mut y = 2.0;
         for row in &self.rows {
@@ -96,42 +123,34 @@ impl Plot<'_> {
             }
             body += &text(WIDTH, y - 4.0, "value", &row.value);
             for bar in &row.bars {
-                body += &self.bar(bar, y);
+                body += &bar.svg(&scale, begin, y);
                 y += BAR + BETWEEN;
             }
             y += BELOW - BETWEEN;
         }
-        let mut axis = String::new();
-        let mut last_end = f64::NEG_INFINITY;
-        for tick in &self.scale.ticks {
-            let (x, label) = (self.scale.at(*tick), (self.tick)(*tick));
-            axis += &format!("<line class=\"grid\" x1=\"{x:.1}\" y1=\"4\" x2=\"{x:.1}\" y2=\"{y:.1}\"/>\n");
-            let half = measure(&label) / 2.0;
-            let x = x.clamp(half, WIDTH - half);
-            if x - half > last_end + 4.0 {
-                axis += &text(x, y + LINE - 4.0, "tick", &label);
-                last_end = x + half;
-            }
-        }
-        let x = self.scale.at(self.begin);
-        axis += &format!("<line class=\"axis\" x1=\"{x:.1}\" y1=\"4\" x2=\"{x:.1}\" y2=\"{y:.1}\"/>\n");
+        let line = |class, x| rule(class, (x, 4.0), (x, y));
+        let mut axis: String = scale.ticks.iter().map(|tick| line("grid", scale.at(*tick))).collect();
+        axis += &tick_labels(&scale, |tick| format!("{sign}{}", scale::label(tick)), y + LINE - 4.0).1;
+        axis += &line("axis", scale.at(begin));
         y += 2.0 * LINE;
         axis += &text(WIDTH, y - 4.0, "tick end", self.axis);
         let described: Vec<String> =
             self.rows.iter().map(|row| format!("{}: {}", row.label, row.value)).collect();
-        open(&self.id, &self.title, &described.join("; "), y + 2.0) + &axis + &body + "</svg>\n"
+        open(self.id, self.title, &described.join("; "), y + 2.0) + &axis + &body + "</svg>\n"
     }
+}
 
-    fn bar(&self, bar: &Bar, y: f64) -> String {
-        let (begin, end) = (self.scale.at(self.begin), self.scale.at(bar.value));
+impl Bar {
+    fn svg(&self, scale: &Scale, begin: f64, y: f64) -> String {
+        let (begin, end) = (scale.at(begin), scale.at(self.value));
         let (x, width) = (begin.min(end), (end - begin).abs().max(1.0));
-        let mut drawn = format!("<g><title>{}</title>", escape(&bar.title));
+        let mut drawn = format!("<g><title>{}</title>", escape(&self.title));
         drawn += &format!(
             "<rect class=\"{}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{BAR}\" rx=\"1.5\"/>",
-            bar.class
+            self.class
         );
-        if let Some((min, max)) = bar.range {
-            let (min, max, middle) = (self.scale.at(min), self.scale.at(max), y + BAR / 2.0);
+        if let Some((min, max)) = self.range {
+            let (min, max, middle) = (scale.at(min), scale.at(max), y + BAR / 2.0);
             let (top, bottom) = (middle - 3.5, middle + 3.5);
             let path = format!("M{min:.1} {top}V{bottom}M{max:.1} {top}V{bottom}M{min:.1} {middle}H{max:.1}");
             drawn += &format!("<path class=\"halo\" d=\"{path}\"/><path class=\"whisker\" d=\"{path}\"/>");

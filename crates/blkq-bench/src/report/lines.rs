@@ -1,6 +1,6 @@
 //! Line plots: curves over an axis, distinguished by colour, dashes and markers.
 
-use super::bars::{FONT, LINE, WIDTH, measure, open, text};
+use super::bars::{FONT, LINE, WIDTH, measure, open, rule, text, tick_labels};
 use super::html::escape;
 use super::scale::{self, Scale};
 use crate::result::{Curve, Point};
@@ -36,26 +36,13 @@ pub fn svg(id: &str, title: &str, curves: &[&Curve]) -> String {
     let mut body = text(0.0, LINE - 4.0, "tick start", metric.label());
     for (tick, label) in y_scale.ticks.iter().zip(&y_labels) {
         let y = y_scale.at(*tick);
-        body +=
-            &format!("<line class=\"grid\" x1=\"{left:.1}\" y1=\"{y:.1}\" x2=\"{WIDTH}\" y2=\"{y:.1}\"/>\n");
+        body += &rule("grid", (left, y), (WIDTH, y));
         body += &text(left - 6.0, y + FONT / 3.0, "tick end", label);
     }
-    let mut last_end = f64::NEG_INFINITY;
-    for tick in &x_scale.ticks {
-        let (x, label) = (x_scale.at(*tick), scale::label(*tick));
-        let half = measure(&label) / 2.0;
-        let middle = x.min(WIDTH - half);
-        if middle - half > last_end + 4.0 {
-            body += &format!(
-                "<line class=\"axis\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{}\"/>\n",
-                bottom + 4.0
-            );
-            body += &text(middle, bottom + LINE, "tick", &label);
-            last_end = middle + half;
-        }
-    }
-    body +=
-        &format!("<line class=\"axis\" x1=\"{left:.1}\" y1=\"{bottom}\" x2=\"{WIDTH}\" y2=\"{bottom}\"/>\n");
+    let (positions, labels) = tick_labels(&x_scale, scale::label, bottom + LINE);
+    body.extend(positions.into_iter().map(|x| rule("axis", (x, bottom), (x, bottom + 4.0))));
+    body += &labels;
+    body += &rule("axis", (left, bottom), (WIDTH, bottom));
     let mut y = bottom + LINE;
     for line in wrap(&curves[0].x_label, WIDTH, measure) {
         y += LINE;

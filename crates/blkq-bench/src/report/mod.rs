@@ -44,30 +44,22 @@ pub fn write(results: &Results, directory: &Path) -> Result {
     files.try_for_each(|((name, is_earlier), text)| write_output(&directory.join(name), *is_earlier, text))
 }
 
-/// Writes the results as JSON to a file. Fails if the file contains anything but earlier results.
-pub fn write_json(results: &Results, path: &Path) -> Result {
-    write_output(path, is_json, &json(results)?)
-}
-
-/// Checks that [`write_json`] can write the file, without changing anything.
-pub fn check_json(path: &Path) -> Result {
-    check_output(path, is_json)
-}
-
 fn is_page(head: &[u8]) -> bool {
     String::from_utf8_lossy(head).contains(GENERATOR)
 }
 
-/// Whether a file with the first bytes `head` was written by [`write_json`].
-fn is_json(head: &[u8]) -> bool {
+/// Whether a file with the first bytes `head` contains results as JSON.
+pub fn is_json(head: &[u8]) -> bool {
     head.starts_with(b"{\n  \"schema\": ")
 }
 
-fn check_output(path: &Path, is_earlier: fn(&[u8]) -> bool) -> Result {
+/// Checks that [`write_output`] can write the file, without changing anything.
+pub fn check_output(path: &Path, is_earlier: Recogniser) -> Result {
     output::check(path, is_earlier).map_err(|e| format!("cannot write {}: {e}", path.display()).into())
 }
 
-fn write_output(path: &Path, is_earlier: fn(&[u8]) -> bool, text: &str) -> Result {
+/// Writes `text` to a file. Fails if the file has content that `is_earlier` does not recognise by its first bytes.
+pub fn write_output(path: &Path, is_earlier: Recogniser, text: &str) -> Result {
     let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text.as_bytes()));
     written.map_err(|e| format!("cannot write {}: {e}", path.display()).into())
 }

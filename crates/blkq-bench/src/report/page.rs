@@ -3,8 +3,8 @@
 use super::html::{base64, escape, table as html_table};
 use super::plots::{self, ratio_and_spread, times};
 use crate::metric::Metric;
-use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
-use crate::summary::{self, name, number};
+use crate::result::{Comparison, Effect, Figure, Results, Table};
+use crate::summary::{self, Judged, name, number};
 
 pub const PAGE: &str = "index.html";
 pub(super) const JSON: &str = "results.json";
@@ -48,11 +48,11 @@ fn download(name: &str, kind: &str, label: &str, text: &str) -> String {
 /// A card with the main result of the table.
 fn card(table: &Table) -> String {
     let (big, small) = match summary::headline(table) {
-        Some(found) => {
-            let Effect { published_ratio, name, metric, .. } = found.effect;
+        Some((_, effect)) => {
+            let Effect { published_ratio, name, metric, .. } = effect;
             let published = published_ratio.map(|ratio| format!(", published {}", times(ratio)));
             let published = published.unwrap_or_default();
-            (ratio_and_spread(found.effect), format!("{name}: {}{published}", metric.label()))
+            (ratio_and_spread(effect), format!("{name}: {}{published}", metric.label()))
         }
         None => table
             .targets
@@ -80,27 +80,35 @@ fn card(table: &Table) -> String {
 fn section(table: &Table) -> String {
     let id = name(&table.name);
     let mut html = format!("<section id=\"{id}\">\n<h2>{}</h2>\n", escape(&table.title));
-    if let Some(found) = summary::headline(table) {
-        let Effect { feature, base, metric, published_ratio, .. } = found.effect;
+    if let Some((comparison, effect)) = summary::headline(table) {
+        let Effect { feature, base, metric, published_ratio, .. } = effect;
         let published = published_ratio.map(|ratio| format!(", where {} was published", times(ratio)));
         let published = published.unwrap_or_default();
         html += &format!(
             "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} relative to {}; {}.</p>\n",
-            escape(&ratio_and_spread(found.effect)),
+            escape(&ratio_and_spread(effect)),
             escape(metric.label()),
             escape(feature),
             escape(base),
-            escape(&found.comparison.title),
+            escape(&comparison.title),
         );
     }
     html += &format!("<div class=\"plots\">\n{}</div>\n", plots::figures(table, &id));
-    let mechanisms = table.mechanisms.iter().map(|of| (&*of.claim, of.value, of.expected, of.seen));
-    let targets = table.targets.iter().map(|of| (&*of.name, of.value, of.wanted, of.reached));
     html += &format!(
         "<div class=\"facts\">\n{}{}{}</div>\n",
         published(table),
-        judged("Mechanisms", ["Claim", "counted", "expected", ""], ["seen", "not seen"], mechanisms),
-        judged("Targets", ["Target", "measured", "wanted", ""], ["reached", "missed"], targets)
+        judged(
+            "Mechanisms",
+            ["Claim", "counted", "expected", ""],
+            ["seen", "not seen"],
+            summary::mechanisms(table)
+        ),
+        judged(
+            "Targets",
+            ["Target", "measured", "wanted", ""],
+            ["reached", "missed"],
+            summary::targets(table)
+        )
     );
     if !table.comparisons.is_empty() {
         html += "<h3>Figures</h3>\n";
@@ -137,29 +145,19 @@ fn published(table: &Table) -> String {
 
 /// A table of values with their bounds and verdicts, in the words for a good and a bad one. A verdict is a coloured word,
 /// because colour alone would not be accessible. Without values there is no table.
-fn judged<'a>(
-    title: &str,
-    heading: [&str; 4],
-    words: [&str; 2],
-    values: impl Iterator<Item = (&'a str, f64, Expected, bool)>,
-) -> String {
-    let mut rows = vec![row(&heading)];
-    rows.extend(values.map(|(name, value, expected, good)| {
-        let (relation, bound) = summary::bound(expected);
-        let sign = match relation {
-            ">=" => "\u{2265}",
-            "<=" => "\u{2264}",
-            other => other,
-        };
-        let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
-        let mut cells = row(&[name, &number(value), &format!("{sign} {}", number(bound))]);
-        cells.push(format!("<span class=\"pill {class}\">{word}</span>"));
-        cells
-    }));
-    match rows.len() {
-        1 => String::new(),
-        _ => format!("<div><h3>{title}</h3>\n{}</div>\n", html_table(&rows)),
+fn judged(title: &str, heading: [&str; 4], [good, bad]: [&str; 2], values: Vec<Judged>) -> String {
+    if values.is_empty() {
+        return String::new();
     }
+    let mut rows = vec![row(&heading)];
+    for ([name, value, bound], is_good) in values {
+        let bound = bound.replace(">=", "\u{2265}").replace("<=", "\u{2264}");
+        let (class, word) = if is_good { ("good", good) } else { ("bad", bad) };
+        let mut cells = row(&[&name, &value, &bound]);
+        cells.push(format!("<span class=\"pill {class}\">{word}</span>"));
+        rows.push(cells);
+    }
+    format!("<div><h3>{title}</h3>\n{}</div>\n", html_table(&rows))
 }
 
 fn comparison(comparison: &Comparison) -> String {

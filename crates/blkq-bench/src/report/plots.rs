@@ -1,12 +1,11 @@
 //! Chooses and draws the plots of a table.
 
-use super::bars::{self, Bar, Plot, Row};
+use super::bars::{Bar, Plot, Row};
 use super::html::escape;
 use super::lines;
-use super::scale::{self, Scale};
 use crate::metric::Metric;
-use crate::result::{Case, Comparison, Effect, Table};
-use crate::summary::{self, Headline};
+use crate::result::{Case, Comparison, Effect, Figure, Table};
+use crate::summary;
 
 /// Maximum number of metrics of a comparison that are drawn; its table shows all of them.
 const METRICS_DRAWN: usize = 2;
@@ -55,28 +54,20 @@ fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
 }
 
 fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
-    let figures = || comparison.cases.iter().filter_map(|case| Some((case, case.find(metric)?)));
-    let most = figures().map(|(_, figure)| figure.max).fold(0.0, f64::max);
-    let rows = figures().map(|(case, figure)| {
+    let figures = comparison.cases.iter().filter_map(|case| Some((case, case.find(metric)?)));
+    let row = |(case, figure): (&Case, &Figure)| {
         let value = metric.format(figure.median);
         let range = format!("{} to {}", metric.format(figure.min), metric.format(figure.max));
-        Row {
-            heading: None,
-            label: case.name.clone(),
-            bars: vec![Bar {
-                value: figure.median,
-                range: Some((figure.min, figure.max)),
-                class: if is_base(comparison, case, metric) { "base" } else { "measured" },
-                title: format!("{}: {value} ({range})", case.name),
-            }],
-            value,
-        }
-    });
-    let rows = rows.collect();
-    let scale = Scale::from_zero(most, bars::AXIS.0, bars::AXIS.1);
-    let axis = metric.label();
-    Plot { id: id.to_owned(), title: title.to_owned(), scale, begin: 0.0, tick: scale::label, axis, rows }
-        .svg()
+        let bar = Bar {
+            value: figure.median,
+            range: Some((figure.min, figure.max)),
+            class: if is_base(comparison, case, metric) { "base" } else { "measured" },
+            title: format!("{}: {value} ({range})", case.name),
+        };
+        Row { heading: None, label: case.name.clone(), value, bars: vec![bar] }
+    };
+    let rows = figures.map(row).collect();
+    Plot { id, title, axis: metric.label(), of_ratios: false, rows }.svg()
 }
 
 /// Whether `case` is the base of a ratio of `metric`, and never the feature.
@@ -88,40 +79,22 @@ fn is_base(comparison: &Comparison, case: &Case, metric: Metric) -> bool {
 
 /// Draws a row for each effect: the measured ratio, and the published ratio below.
 fn ratios(table: &Table, id: &str) -> Option<String> {
-    let can_be_drawn = |found: &Headline| found.effect.ratio.is_finite() && found.effect.ratio > 0.0;
-    let mut values = vec![1.0];
+    let can_be_drawn = |(_, effect): &(&Comparison, &Effect)| effect.ratio.is_finite() && effect.ratio > 0.0;
     let mut rows: Vec<Row> = Vec::new();
     let mut title = "";
-    for Headline { comparison, effect } in summary::effects(table).filter(can_be_drawn) {
-        values.extend(effect.published_ratio);
-        values.extend(range(effect).map_or([effect.ratio; 2], |(low, high)| [low, high]));
+    for (comparison, effect) in summary::effects(table).filter(can_be_drawn) {
+        let published = effect.published_ratio.map(|ratio| format!(" (published {})", times(ratio)));
         let heading = (title != comparison.title).then(|| comparison.title.clone());
         title = &comparison.title;
         rows.push(Row {
             heading,
             label: format!("{}: {}", effect.name, effect.metric.label()),
-            value: value(effect),
+            value: ratio_and_spread(effect) + &published.unwrap_or_default(),
             bars: ratio_bars(effect),
         });
     }
-    if rows.is_empty() {
-        return None;
-    }
-    let plot = Plot {
-        id: id.to_owned(),
-        title: "Ratios, published and measured".to_owned(),
-        scale: Scale::log(&values, bars::AXIS.0, bars::AXIS.1),
-        begin: 1.0,
-        tick: |value| format!("\u{d7}{}", scale::label(value)),
-        axis: "feature / base",
-        rows,
-    };
-    Some(plot.svg())
-}
-
-fn value(effect: &Effect) -> String {
-    let published = effect.published_ratio.map(|ratio| format!(" (published {})", times(ratio)));
-    ratio_and_spread(effect) + &published.unwrap_or_default()
+    let (title, axis) = ("Ratios, published and measured", "feature / base");
+    (!rows.is_empty()).then(|| Plot { id, title, axis, of_ratios: true, rows }.svg())
 }
 
 /// `×2.54`.

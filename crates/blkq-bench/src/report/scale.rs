@@ -3,16 +3,9 @@
 /// Approximate maximum number of ticks.
 const TICKS: usize = 6;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
-    Linear,
-    Log,
-}
-
 /// An axis from `min` to `max`, which are at the positions `from` and `to`.
-#[derive(Clone, Debug)]
 pub struct Scale {
-    kind: Kind,
+    is_log: bool,
     min: f64,
     max: f64,
     from: f64,
@@ -29,7 +22,7 @@ impl Scale {
         let step = nice().find(|step| *step >= step_min).unwrap_or(step_min);
         let count = (max / step - 1e-9).ceil() as u32;
         let ticks = (0..=count).map(|index| f64::from(index) * step).collect();
-        Scale { kind: Kind::Linear, min: 0.0, max: f64::from(count) * step, from, to, ticks }
+        Scale { is_log: false, min: 0.0, max: f64::from(count) * step, from, to, ticks }
     }
 
     /// A logarithmic scale that contains all of `values`, which must be positive.
@@ -45,27 +38,27 @@ impl Scale {
         }
         let each = ticks.len().div_ceil(TICKS + 1);
         let ticks = ticks.into_iter().step_by(each).collect();
-        Scale { kind: Kind::Log, min, max, from, to, ticks }
+        Scale { is_log: true, min, max, from, to, ticks }
     }
 
     /// A scale for the x values of curves. It is logarithmic if each value is at least 1.5 times the previous one. Each
     /// value gets a tick if there are few.
     pub fn of_places(places: &[f64], from: f64, to: f64) -> Scale {
         let (min, max) = (places[0], places[places.len() - 1]);
-        let doubles = places.len() > 2 && min > 0.0 && places.windows(2).all(|pair| pair[1] >= 1.5 * pair[0]);
+        let is_log = places.len() > 2 && min > 0.0 && places.windows(2).all(|pair| pair[1] >= 1.5 * pair[0]);
         let each = places.len().div_ceil(TICKS + 3);
         let ticks = places.iter().copied().step_by(each).collect();
-        let kind = if doubles { Kind::Log } else { Kind::Linear };
         // A single value is drawn in the middle.
         let (min, max) = if min < max { (min, max) } else { (min - 1.0, max + 1.0) };
-        Scale { kind, min, max, from, to, ticks }
+        Scale { is_log, min, max, from, to, ticks }
     }
 
     /// Position of `value`; values outside of the axis are at its end.
     pub fn at(&self, value: f64) -> f64 {
-        let part = match self.kind {
-            Kind::Linear => (value - self.min) / (self.max - self.min),
-            Kind::Log => (value / self.min).ln() / (self.max / self.min).ln(),
+        let part = if self.is_log {
+            (value / self.min).ln() / (self.max / self.min).ln()
+        } else {
+            (value - self.min) / (self.max - self.min)
         };
         let part = if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) };
         self.from + part * (self.to - self.from)
@@ -124,9 +117,9 @@ mod tests {
     #[test]
     fn x_values_that_double_use_a_log_axis() {
         let scale = Scale::of_places(&[1.0, 2.0, 4.0, 8.0, 16.0], 0.0, 100.0);
-        assert_eq!((scale.kind, scale.at(4.0)), (Kind::Log, 50.0));
+        assert_eq!((scale.is_log, scale.at(4.0)), (true, 50.0));
         let scale = Scale::of_places(&[0.0, 1.0, 2.0], 0.0, 100.0);
-        assert_eq!((scale.kind, scale.at(1.0)), (Kind::Linear, 50.0));
+        assert_eq!((scale.is_log, scale.at(1.0)), (false, 50.0));
         assert_eq!(Scale::of_places(&[7.0], 0.0, 100.0).at(7.0), 50.0);
     }
 }

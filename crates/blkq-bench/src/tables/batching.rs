@@ -9,9 +9,8 @@ use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_drivers::model::{ModelCompletion, SeekModel};
 
 use super::common::{model, notes, null};
-use crate::bench::{Bench, Pace, case};
-use crate::load::Load;
-use crate::load::submitters::{self, WARM_UP};
+use crate::bench::{Bench, case};
+use crate::load::{Load, submitters};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost, Exactly};
@@ -31,20 +30,6 @@ const DEVICE_BYTES: u64 = 64 << 30;
 /// Minimum length of a run on the modelled disk, in seconds: twice the time in which each submitter submits one
 /// batch.
 const DISK_SECONDS_MIN: f64 = 0.3;
-/// Time until the last I/Os of a run on the modelled disk complete, in seconds.
-const DRAIN_SECONDS: f64 = 0.03;
-const DISK_CASES: usize = 10;
-const OTHER_CASES: usize = 6;
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    let disk = disk_pace(*pace);
-    let drained = DRAIN_SECONDS * (disk.rounds * DISK_CASES) as f64;
-    (disk.cost(DISK_CASES) + pace.cost(OTHER_CASES)) * (1.0 + WARM_UP) + drained
-}
-
-fn disk_pace(pace: Pace) -> Pace {
-    Pace { seconds: pace.seconds.max(DISK_SECONDS_MIN), ..pace }
-}
 
 /// A disk with 7200 rpm and 150 MB/s, made faster by [`DISK_SPEED`].
 fn disk_model() -> SeekModel {
@@ -123,7 +108,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let head = ["request batching, Nick Piggin, 2003", setting, "as in each row"];
     table.publish(head, published.chain([last]));
     let pace = bench.pace;
-    bench.pace = disk_pace(pace);
+    bench.pace.seconds = pace.seconds.max(DISK_SECONDS_MIN);
     let mut all = modelled_disk(bench, &mut table)?;
     bench.pace = pace;
     all.extend(switches(bench, &mut table)?);

@@ -4,7 +4,7 @@ use blkq::clock::CLOCK_USES_MAX;
 use blkq::{ClockMode, Disk};
 
 use super::common::{notes, null};
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, case};
 use crate::load::{Load, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
@@ -15,10 +15,6 @@ use crate::{Result, What};
 const BATCHES: [usize; 3] = [1, 8, 32];
 /// Published M IOPS.
 const PUBLISHED: [(&str, f64, f64); 2] = [("all threads", 108.36, 118.71), ("one thread", 4.52, 4.95)];
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(3 * BATCHES.len())
-}
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Clock, "cached clock: one clock reading per plug and completion batch");

@@ -7,7 +7,7 @@ use blkq::{Disk, EngineThread};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
 use super::common::{cold_case, notes};
-use crate::bench::{Bench, Pace};
+use crate::bench::Bench;
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::Load;
 use crate::measurement::{Run, mib};
@@ -45,10 +45,6 @@ const WAYS: [(&str, DirectIo, Dispatch); 3] = [
     ("direct", DirectIo::On, Dispatch::Concurrent),
 ];
 
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(WAYS.len() * PUBLISHED.len())
-}
-
 struct Job {
     path: PathBuf,
     /// Size of the image. Each job uses a separate file in it.
@@ -61,7 +57,7 @@ impl Job {
     fn run(&self, direct_io: DirectIo, dispatch: Dispatch, length: Duration) -> Result<Run> {
         let options = LoopOptions { direct_io, dispatch, ..LoopOptions::new(&self.path) };
         let disk = Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?;
-        let engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
+        let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
         let cache_bytes = (self.bytes / CACHE_SHARE / self.jobs) as usize;
         let open = |file| File::open(&disk, Layout { file, files: self.jobs }, cache_bytes);
         let mut files: Vec<File> = (0..self.jobs).map(open).collect();
@@ -70,8 +66,6 @@ impl Job {
         let resident = mib(memory_bytes(std::process::id() as i32, RESIDENT)?);
         // The workers of a run's engine exit with it, so all of them belong to this run.
         let switches = worker_switches()?;
-        drop(files);
-        drop(engine);
         Ok(run.per_io(Metric::WorkerSwitchesPerIo, switches).with(Metric::ResidentMib, resident))
     }
 

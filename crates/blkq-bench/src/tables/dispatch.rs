@@ -7,7 +7,7 @@ use blkq::Disk;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
 use super::common::{cold_case, notes};
-use crate::bench::{Bench, Pace};
+use crate::bench::Bench;
 use crate::load::{Load, local, raw, workers};
 use crate::measurement::Run;
 use crate::metric::Metric;
@@ -34,14 +34,6 @@ const PUBLISHED: [Row; 4] = [
     ("write", 39_137.0, 40_326.0),
 ];
 
-fn workers_of(pace: &Pace) -> &'static [usize] {
-    if pace.quick { &[1, 4, 16] } else { &[1, 2, 4, 8, 16] }
-}
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(6 * PUBLISHED.len() + 2 * workers_of(pace).len())
-}
-
 /// Runs `load` on a loop device of the file, and adds the counters of the driver.
 fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Duration) -> Result<Run> {
     let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
@@ -49,14 +41,13 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     let counters = device.counters().clone();
     let run = local::run(&Disk::builder(Box::new(device)).merge(merge).build()?, load, length)?;
     let counters = counters.snapshot();
-    let run = if load.write {
+    Ok(if load.write {
         run.per_io(Metric::JoinedPerIo, counters.writes_joined)
             .with(Metric::WritersMax, counters.writers_max as f64)
     } else {
         run.with(Metric::ReadsInFlightMax, counters.reads_in_flight_max as f64)
             .with(Metric::ReadsInFlightMean, counters.reads_in_flight_mean())
-    };
-    Ok(run)
+    })
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
@@ -142,7 +133,7 @@ fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: 
 /// Measures sequential reads of several threads, the case in which the kernel's concurrent loop device was slower.
 fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Result {
     const KINDS: [&str; 2] = ["threads", "concurrent"];
-    let counts = workers_of(&bench.pace);
+    let counts: &[usize] = if bench.pace.quick { &[1, 4, 16] } else { &[1, 2, 4, 8, 16] };
     let name = |kind: &str, count: usize| format!("{kind}, {count}");
     let mut cases = Vec::new();
     for &count in counts {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::common::notes;
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, case};
 use crate::load::Load;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, Exactly};
@@ -20,11 +20,6 @@ const SUBMITTERS: usize = 4;
 const DEPTH: u16 = 1024;
 /// Size of each thread's region, as in the published measurement.
 const REGION_BYTES: u64 = 8 << 30;
-const CASES: usize = 16;
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(CASES)
-}
 
 /// The I/Os of each thread.
 pub struct Work {

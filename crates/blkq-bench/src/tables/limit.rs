@@ -10,7 +10,7 @@ use blkq::{Disk, Driver, StatGroup};
 use blkq_drivers::model::{ModelCompletion, RateModel};
 
 use super::common::{direct_reader, model};
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, case};
 use crate::load::{Load, local};
 use crate::measurement::Run;
 use crate::metric::Metric;
@@ -27,14 +27,6 @@ const SEARCH: Duration = Duration::from_secs(4);
 const SEARCHES: usize = 3;
 /// Minimum length of a run in seconds: 10 refills of the modelled disk's bucket.
 const SECONDS_MIN: f64 = 0.5;
-
-fn pace_of(pace: &Pace) -> Pace {
-    Pace { seconds: pace.seconds.max(SECONDS_MIN), ..*pace }
-}
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace_of(pace).cost(4) + (1 + SEARCHES) as f64 * SEARCH.as_secs_f64()
-}
 
 /// Starts a limit that follows the ceiling of `disk`, and runs `load` until the ceiling is found, at most [`SEARCHES`]
 /// times. Dropping the result stops the limit.
@@ -54,42 +46,38 @@ fn has_ceiling(disk: &Disk) -> bool {
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
-    bench.pace = pace_of(&bench.pace);
+    bench.pace.seconds = bench.pace.seconds.max(SECONDS_MIN);
     let mut table = Table::new(
         What::Limit,
         "limit: a limit that finds the device's ceiling and keeps the rate just below it",
     );
     let load = Load::new("randread", DEPTH);
-    let model = || model(1 << 40, ModelCompletion::RateLimited(MODEL));
-    let (comparison, found) =
-        compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model)?;
-    let p99 = ratio(&comparison, Metric::LatencyP99Us);
-    table.target("modelled disk: 99th percentile, limit / no limit", p99, AtMost(1.0 / 3.0));
-    let iops = ratio(&comparison, Metric::Iops);
-    table.target("modelled disk: throughput, limit / no limit", iops, AtLeast(0.97));
-    table.comparisons.push(comparison);
-    let mut notes = vec![match found {
-        true => "the modelled disk has a token bucket that is refilled every 50 ms: at its ceiling, the disk completes \
-                 most I/Os directly after a refill, and the others wait for the next refill"
-            .to_owned(),
-        false => "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load".to_owned(),
-    }];
-
     let (path, _) = bench.file();
-    let (comparison, found) =
-        compare(bench, "the file, direct, 4 KiB random read", &load, || direct_reader(&path))?;
-    let iops = ratio(&comparison, Metric::Iops);
-    table.target("the file: throughput, limit / no limit", iops, AtLeast(0.97));
-    table.comparisons.push(comparison);
-    notes.push(match found {
-        true => {
-            "the file: a ceiling was found, because the latency is several times lower at a slightly lower rate, so \
-             the limit is active"
-                .into()
-        }
-        false => "the file: no ceiling was found, so no limit is active".into(),
-    });
-    table.notes = notes;
+    let model = || model(1 << 40, ModelCompletion::RateLimited(MODEL));
+    let title = "modelled disk of 10,000 IOPS, 4 KiB random read";
+    let (modelled, model_found) = compare(bench, title, &load, model)?;
+    let title = "the file, direct, 4 KiB random read";
+    let (on_file, file_found) = compare(bench, title, &load, || direct_reader(&path))?;
+    let p99 = ratio(&modelled, Metric::LatencyP99Us);
+    table.target("modelled disk: 99th percentile, limit / no limit", p99, AtMost(1.0 / 3.0));
+    for (device, comparison) in [("modelled disk", &modelled), ("the file", &on_file)] {
+        let iops = ratio(comparison, Metric::Iops);
+        table.target(format!("{device}: throughput, limit / no limit"), iops, AtLeast(0.97));
+    }
+    table.comparisons = vec![modelled, on_file];
+    let of_model = if model_found {
+        "the modelled disk has a token bucket that is refilled every 50 ms: at its ceiling, the disk completes most \
+         I/Os directly after a refill, and the others wait for the next refill"
+    } else {
+        "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load"
+    };
+    let of_file = if file_found {
+        "the file: a ceiling was found, because the latency is several times lower at a slightly lower rate, so the \
+         limit is active"
+    } else {
+        "the file: no ceiling was found, so no limit is active"
+    };
+    table.notes = vec![of_model.to_owned(), of_file.to_owned()];
     Ok(table)
 }
 

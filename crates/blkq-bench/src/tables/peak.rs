@@ -24,18 +24,6 @@ const NOP: &str = "io_uring NOP";
 const LOOP: &str = "loop";
 const RAW: &str = "raw io_uring";
 
-fn point_pace(pace: &Pace) -> Pace {
-    Pace { seconds: pace.seconds * 0.3, rounds: 3, ..*pace }
-}
-
-fn batches(pace: &Pace) -> &'static [usize] {
-    if pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64] }
-}
-
-fn depths(pace: &Pace) -> &'static [usize] {
-    if pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64, 128] }
-}
-
 /// 1, 2, 3, 4, 6, 8, ...: powers of two and 1.5 times those, up to twice the number of processors.
 fn threads() -> Vec<usize> {
     let processors = std::thread::available_parallelism().map_or(1, Into::into);
@@ -44,11 +32,6 @@ fn threads() -> Vec<usize> {
     let mut counts: Vec<usize> = powers.take_while(|count| *count <= most).chain([most]).collect();
     counts.dedup();
     counts
-}
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    let points = 3 * batches(pace).len() + 2 * depths(pace).len() + 2 * threads().len();
-    pace.cost(3 + 4 + 2 + 3) + point_pace(pace).cost(points)
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {
@@ -79,7 +62,7 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     table.target(what, rate, AtLeast(50.0));
     table.target(format!("{what}: twice the 14 M IOPS of SPDK's null device"), rate, AtLeast(28.0));
 
-    let points = batches(&bench.pace);
+    let points: &[usize] = if bench.pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64] };
     table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
 
     let counts = threads();
@@ -154,7 +137,7 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     }
     table.comparisons.push(comparison);
 
-    let points = depths(&bench.pace);
+    let points: &[usize] = if bench.pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64, 128] };
     let line = |name, depth| (if name == RAW { raw(RAW, random(depth)) } else { own(LOOP, random(depth)) }).1;
     let plot = "loop direct, 4 KiB random read, submitted together";
     table.curves.extend(curves(bench, plot, "depth", &[RAW, LOOP], points, line)?);
@@ -175,7 +158,7 @@ fn curves<'a>(
         lines.iter().map(|line| (title(line, *point), case_of(line, *point))).collect::<Vec<_>>()
     };
     let pace = bench.pace;
-    bench.pace = point_pace(&pace);
+    bench.pace = Pace { seconds: pace.seconds * 0.3, rounds: 3, ..pace };
     let comparison = bench.compare(plot, points.iter().flat_map(at).collect())?;
     bench.pace = pace;
     Ok(comparison.curves([plot, x_label], Metric::Iops, lines, points, title))

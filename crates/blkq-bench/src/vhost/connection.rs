@@ -42,14 +42,12 @@ pub fn vring_state(index: u32, value: u32) -> [u64; 1] {
     [u64::from(index) | u64::from(value) << 32]
 }
 
-pub struct Connection {
-    stream: UnixStream,
-}
+pub struct Connection(UnixStream);
 
 impl Connection {
     /// Fails with a [`std::io::Error`] if no server listens at `path`.
     pub fn connect(path: &Path) -> Result<Connection> {
-        Ok(Connection { stream: UnixStream::connect(path)? })
+        Ok(Connection(UnixStream::connect(path)?))
     }
 
     /// Sends a request with the payload `words`, without waiting for a reply.
@@ -72,7 +70,7 @@ impl Connection {
         if let Some(descriptor) = &descriptor {
             ancillary.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(descriptor)));
         }
-        let sent = sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
+        let sent = sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
         ensure(sent == bytes.len(), || "the message was sent in part only".into())
     }
 
@@ -108,10 +106,10 @@ impl Connection {
     }
 
     fn reply(&mut self, request: u32) -> Result<Vec<u8>> {
-        self.stream.set_read_timeout(Some(ANSWER_WAIT))?;
+        self.0.set_read_timeout(Some(ANSWER_WAIT))?;
         let none = |e| format!("no reply to request {request}: {e}");
         let mut header = [[0; 4]; HEADER_BYTES / 4];
-        self.stream.read_exact(header.as_flattened_mut()).map_err(none)?;
+        self.0.read_exact(header.as_flattened_mut()).map_err(none)?;
         let [to, flags, size] = header.map(u32::from_le_bytes);
         let is_reply = to == request && flags & (VERSION_MASK | REPLY) == VERSION | REPLY;
         ensure(is_reply && size as usize <= REPLY_BYTES_MAX, || {
@@ -120,7 +118,7 @@ impl Connection {
             )
         })?;
         let mut payload = vec![0; size as usize];
-        self.stream.read_exact(&mut payload).map_err(none)?;
+        self.0.read_exact(&mut payload).map_err(none)?;
         Ok(payload)
     }
 }

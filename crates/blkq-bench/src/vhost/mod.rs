@@ -21,7 +21,7 @@ use connection::Connection;
 use memory::SharedMemory;
 pub use options::Options;
 use options::{ACCEPTED, GUEST_START, PROTOCOL_ACCEPTED, PROTOCOL_REQUIRED, REQUIRED};
-pub use queue::{Queue, Request};
+pub use queue::Queue;
 
 /// Size of the configuration that this front end reads, and of its header: offset, size and flags.
 const CONFIG_BYTES: usize = 60;

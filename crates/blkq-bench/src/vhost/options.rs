@@ -21,7 +21,6 @@ pub const PROTOCOL_REQUIRED: u64 = 1 << 3 | 1 << 9;
 pub const PROTOCOL_ACCEPTED: u64 = 1 << 0;
 
 /// Queues and memory of a front end.
-#[derive(Clone, Copy, Debug)]
 pub struct Options {
     pub queues: usize,
     /// Maximum requests in flight on each queue, at most [`RING_SIZE`].

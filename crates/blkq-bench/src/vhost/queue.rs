@@ -26,15 +26,6 @@ const TABLE_AT: usize = 64;
 /// Stored before a request is submitted; no device writes this status.
 const NO_STATUS: u8 = 0xff;
 
-/// A read or a write. Its data is in the buffer of its slot.
-#[derive(Clone, Copy, Debug)]
-pub struct Request {
-    pub write: bool,
-    /// First sector, in units of 512 bytes.
-    pub sector: u64,
-    pub bytes: usize,
-}
-
 /// Offsets of the parts of a queue in its memory, which begins with the descriptors: the driver's ring, the device's
 /// ring, the slots, and their data.
 pub(super) const DRIVER_AT: usize = PAGE_BYTES;
@@ -108,21 +99,20 @@ impl Queue {
         self.memory.store_u16(at + 14, next);
     }
 
-    /// Fills `slot`, which must not be in flight, with a request. The server sees the request after
-    /// [`publish`](Queue::publish).
-    pub fn submit(&mut self, slot: usize, request: &Request) {
-        assert!(!self.in_flight[slot] && request.bytes <= self.data_bytes);
-        self.in_flight[slot] = true;
+    /// Fills `slot`, which must not be in flight, with a read or a write of its data from `sector` on, in units of 512
+    /// bytes. The server sees the request after [`publish`](Queue::publish).
+    pub fn submit(&mut self, slot: usize, write: bool, sector: u64) {
+        assert!(!std::mem::replace(&mut self.in_flight[slot], true));
         let place = self.slot_at(slot);
         // VIRTIO_BLK_T_IN or VIRTIO_BLK_T_OUT.
-        self.memory.store_u32(place, u32::from(request.write));
+        self.memory.store_u32(place, u32::from(write));
         self.memory.store_u32(place + 4, 0);
-        self.memory.store_u64(place + 8, request.sector);
+        self.memory.store_u64(place + 8, sector);
         self.memory.atomic_u8(place + STATUS_AT).store(NO_STATUS, Ordering::Relaxed);
         let table = place + TABLE_AT;
         let parts = [
             (place, 16, NEXT),
-            (self.data_at(slot), request.bytes, if request.write { NEXT } else { NEXT | WRITE }),
+            (self.data_at(slot), self.data_bytes, if write { NEXT } else { NEXT | WRITE }),
             (place + STATUS_AT, 1, WRITE),
         ];
         for (index, (offset, bytes, flags)) in (0..).zip(parts) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::memory::SharedMemory;
 use super::options::RING_SIZE;
-use super::queue::{DEVICE_AT, DRIVER_AT, Queue, Request, memory_bytes};
+use super::queue::{DEVICE_AT, DRIVER_AT, Queue, memory_bytes};
 use super::{CONFIG_BYTES, GUEST_START, Options, parse_config};
 
 /// A buffer: its offset in memory, its size, and whether the device writes it.
@@ -88,16 +88,12 @@ impl Device {
     }
 }
 
-fn read(sector: u64) -> Request {
-    Request { write: false, sector, bytes: 4096 }
-}
-
 #[test]
 fn requests_in_indirect_tables_complete_in_any_order() {
     let (mut queue, mut device) = Device::queue();
     for round in 0..40_u8 {
         for slot in 0..4 {
-            queue.submit(slot, &read(8 * slot as u64));
+            queue.submit(slot, false, 8 * slot as u64);
         }
         queue.publish().unwrap();
         // Completes the requests in reverse order.
@@ -129,12 +125,12 @@ fn requests_in_indirect_tables_complete_in_any_order() {
 #[test]
 fn a_server_is_kicked_only_when_it_requests_a_kick() {
     let (mut queue, mut device) = Device::queue();
-    queue.submit(0, &read(0));
+    queue.submit(0, false, 0);
     assert!(queue.publish().unwrap(), "the server waits for index 0");
-    queue.submit(1, &read(0));
+    queue.submit(1, false, 0);
     assert!(!queue.publish().unwrap(), "the server does not wait for index 1");
     device.memory.store_u16(DEVICE_AT + 4 + 8 * usize::from(RING_SIZE), 2);
-    queue.submit(2, &read(0));
+    queue.submit(2, false, 0);
     assert!(queue.publish().unwrap());
     assert_eq!(std::iter::from_fn(|| device.pop()).count(), 3);
     assert!(!queue.publish().unwrap(), "nothing was submitted");
@@ -143,7 +139,7 @@ fn a_server_is_kicked_only_when_it_requests_a_kick() {
 #[test]
 fn completing_a_request_not_in_flight_is_an_error() {
     let (mut queue, mut device) = Device::queue();
-    queue.submit(0, &read(0));
+    queue.submit(0, false, 0);
     queue.publish().unwrap();
     assert!(queue.wait(SOON).unwrap_err().to_string().contains("no call"));
     let (head, buffers) = device.pop().unwrap();

@@ -17,8 +17,7 @@ use crate::measurement::Run;
 use crate::threads::during;
 
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
-    let mut options = NullOptions::new(REGION_BYTES * SUBMITTERS as u64);
-    options.zero_reads = false;
+    let options = NullOptions { zero_reads: false, ..NullOptions::new(REGION_BYTES * SUBMITTERS as u64) };
     Ok(Disk::builder(Box::new(Null::new(options)?)).queues(queues).depth(DEPTH).build()?)
 }
 

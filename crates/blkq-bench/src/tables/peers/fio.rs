@@ -81,8 +81,7 @@ pub struct Report {
 
 /// The reason why fio cannot be used as an NBD client.
 pub fn lacks() -> Option<String> {
-    let engines = Command::new("fio").arg("--enghelp").output();
-    match engines {
+    match Command::new("fio").arg("--enghelp").output() {
         Err(e) => Some(format!("fio: {e}; install the package fio")),
         Ok(output) if !String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == "nbd") => {
             Some("fio was built without the engine nbd; install Debian's package fio".to_owned())

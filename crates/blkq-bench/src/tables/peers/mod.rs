@@ -16,7 +16,8 @@ mod qcow2;
 mod vhost;
 
 use fio::Job;
-use peer::{BLKQ, BLKQ_NBD, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
+pub use fio::lacks;
+use peer::{BLKQ, BLKQ_NBD, BLKQ_NULL, LOOP_DIRECT, Peer, Place, RAW, Way, present, relate, visits};
 
 const RANDOM: Job = Job::new("4 KiB random read, depth 64", "randread", 4096, 64);
 const ONE: Job = Job::new("4 KiB random read, depth 1", "randread", 4096, 1);
@@ -60,41 +61,17 @@ const OVER_NOTHING: [Peer; 3] = [
     Peer::nbd(BLKQ_NULL, "blkq null:{bytes} --export nbd --listen unix:{socket}"),
 ];
 
-/// Additional time of a run in seconds: mostly the start and exit of fio.
-const AROUND_SECONDS: f64 = 0.4;
-
-fn pace(pace: &Pace) -> Pace {
-    let (seconds, rounds) = if pace.quick { (0.3, 3) } else { (0.8, 5) };
-    Pace { seconds, around_seconds: AROUND_SECONDS, rounds, quick: pace.quick }
-}
-
-/// Time of a job over the whole file in seconds, for a disk with 1 GB/s.
-const WARM_UP_SECONDS: f64 = 1.0;
-
-pub fn planned_seconds(pace: &Pace) -> f64 {
-    if fio::lacks().is_some() {
-        return 0.0;
-    }
-    let pace = self::pace(pace);
-    let jobs: Vec<&Job> = chosen(&JOBS, pace.quick, |job| job.quick).collect();
-    let peers = chosen(&OVER_FILE, pace.quick, |peer| peer.quick).filter(|peer| peer.may_be_there()).count();
-    let over_nothing = chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count();
-    let others = modelled::CASES + qcow2::cases(pace.quick) + vhost::cases(pace.quick);
-    let warm_ups = jobs.iter().filter(|job| job.warms_up()).count() * peers * pace.rounds;
-    // One more case is the null device of blkq with depth 1.
-    pace.cost(jobs.len() * peers + 1 + over_nothing + others) + WARM_UP_SECONDS * warm_ups as f64
-}
-
 /// Fails if a peer that could be started before fails to start.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Peers, "peers: blkq and other servers, the same fio jobs on the same file");
-    if let Some(lack) = fio::lacks() {
+    if let Some(lack) = lacks() {
         table.left_out.push(format!("all cases: {lack}"));
         return Ok(table);
     }
-    bench.pace = pace(&bench.pace);
     let quick = bench.pace.quick;
+    let (seconds, rounds) = if quick { (0.3, 3) } else { (0.8, 5) };
+    bench.pace = Pace { seconds, rounds, quick };
     let (image, bytes) = bench.file();
     let place = Place::new(&image, bytes)?;
     let over_file = present(&OVER_FILE, quick, &place, &RANDOM, &mut table);
@@ -106,7 +83,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         table.left_out.push(format!("because of --quick: {}", all.join("; ")));
     }
     let mut comparisons = Vec::new();
-    for job in chosen(&JOBS, quick, |job| job.quick) {
+    for job in JOBS.iter().filter(|job| job.quick || !quick) {
         let mut cases = visits(&over_file, &place, *job);
         if job.depth == 1 {
             let null = over_nothing.iter().find(|peer| peer.name == BLKQ_NULL);

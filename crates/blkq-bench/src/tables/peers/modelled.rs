@@ -32,7 +32,6 @@ const VHOST: Peer = Peer::new(
     Way::Vhost { queues: 1 },
     "blkq null:{bytes} --depth 32 --fault delay=320us --export vhost-user-blk",
 );
-pub const CASES: usize = 3;
 
 /// Runs the load on all cases, and adds the targets to `table`.
 pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Comparison> {

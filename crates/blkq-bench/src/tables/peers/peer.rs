@@ -109,11 +109,6 @@ pub const LOOP_DIRECT: &str = "kernel loop, direct";
 /// blkq over NBD, on a raw file.
 pub const BLKQ_NBD: Peer = Peer::nbd(BLKQ, "blkq {image} --direct-io on --export nbd --listen unix:{socket}");
 
-/// The items of a quick run, or all.
-pub fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
-    all.iter().filter(move |one| is_quick(one) || !quick)
-}
-
 /// The peers that can be measured on this machine with `job`. Adds the reasons for the others to `table`.
 pub fn present(
     peers: &'static [Peer],
@@ -122,7 +117,7 @@ pub fn present(
     job: &Job,
     table: &mut Table,
 ) -> Vec<&'static Peer> {
-    let mut peers: Vec<_> = chosen(peers, quick, |peer| peer.quick).collect();
+    let mut peers: Vec<_> = peers.iter().filter(|peer| peer.quick || !quick).collect();
     peers.retain(|peer| {
         let lack = peer.lacks(place, job);
         table.left_out.extend(lack.clone());
@@ -202,11 +197,6 @@ impl Peer {
         }
     }
 
-    /// Whether a quick check finds what the peer requires; [`present`] does the full check.
-    pub fn may_be_there(&self) -> bool {
-        !matches!(self.way, Way::Device) || Path::new(UBLK_CONTROL).exists()
-    }
-
     fn is_blkq(&self) -> bool {
         self.words.starts_with("blkq ")
     }
@@ -248,7 +238,7 @@ impl Peer {
                 (Access::Fio(fio::on_nbd(&socket, place.bytes)), Some(server))
             }
             Way::Device => {
-                ensure(self.may_be_there(), || {
+                ensure(Path::new(UBLK_CONTROL).exists(), || {
                     format!("{UBLK_CONTROL} does not exist; load the module ublk_drv")
                 })?;
                 let mut server = serve(Stdio::piped())?;
@@ -315,14 +305,14 @@ impl Peer {
 
     /// Warms `server` up if the job requires that, and reads its counters.
     fn watch<'a>(&'a self, place: &'a Place, job: &Job, server: Child, access: &Access) -> Result<Watch<'a>> {
-        let (mut resident, mut counted) = (None, [0; NBD_COUNTERS.len()]);
+        let (mut resident, mut counted) = (None, vec![0; NBD_COUNTERS.len()]);
         if let Access::Fio(target) = access {
             std::thread::sleep(IDLE_TIME);
             resident = Some(memory_bytes(server.pid, RESIDENT)?);
             if job.warms_up() {
                 fio::run(target, job, None, &place.scratch)?;
                 evict(&File::open(&place.image)?)?;
-                counted = self.nbd_counters(place)?.unwrap_or(counted);
+                counted = self.nbd_counters(place)?;
             }
         }
         forget_resident_max(server.pid)?;
@@ -330,20 +320,19 @@ impl Peer {
         Ok(Watch { peer: self, place, server, resident, used, counted })
     }
 
-    /// The values of [`NBD_COUNTERS`] so far, if the peer is blkq as NBD server.
-    fn nbd_counters(&self, place: &Place) -> Result<Option<[u64; NBD_COUNTERS.len()]>> {
+    /// The values of [`NBD_COUNTERS`] so far; empty unless the peer is blkq as NBD server.
+    fn nbd_counters(&self, place: &Place) -> Result<Vec<u64>> {
         if !(self.is_blkq() && matches!(self.way, Way::Nbd)) {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         let output = place.blkq("stat disk --json")?.output()?;
         ensure(output.status.success(), || String::from_utf8_lossy(&output.stderr).trim().into())?;
         let report: Value = serde_json::from_slice(&output.stdout)?;
-        let mut counters = [0; NBD_COUNTERS.len()];
-        for (counter, (_, name)) in counters.iter_mut().zip(NBD_COUNTERS) {
+        let value = |name: &str| {
             let value = report["nbd"][name].as_u64();
-            *counter = value.ok_or_else(|| format!("blkq stat --json contains no nbd.{name}"))?;
-        }
-        Ok(Some(counters))
+            value.ok_or_else(|| format!("blkq stat --json contains no nbd.{name}").into())
+        };
+        NBD_COUNTERS.iter().map(|(_, name)| value(name)).collect()
     }
 }
 
@@ -362,7 +351,7 @@ struct Watch<'a> {
     /// Resident memory of the idle server; `None` if a guest's memory is part of it.
     resident: Option<u64>,
     used: Usage,
-    counted: [u64; NBD_COUNTERS.len()],
+    counted: Vec<u64>,
 }
 
 impl Watch<'_> {
@@ -370,10 +359,8 @@ impl Watch<'_> {
     fn end(self, mut run: Run, access: Access) -> Result<Run> {
         let mut resident_max = memory_bytes(self.server.pid, RESIDENT_MAX)?;
         let cpu = Usage::of(self.server.pid)?.since(self.used).cpu;
-        let counted = self.peer.nbd_counters(self.place)?;
-        for ((metric, _), (now, before)) in
-            NBD_COUNTERS.into_iter().zip(counted.into_iter().flatten().zip(self.counted))
-        {
+        let counted = self.peer.nbd_counters(self.place)?.into_iter().zip(self.counted);
+        for ((metric, _), (now, before)) in NBD_COUNTERS.into_iter().zip(counted) {
             run = run.per_io(metric, now.saturating_sub(before));
         }
         if let Access::Guest(front_end) = &access {

@@ -1,13 +1,13 @@
 //! blkq and qemu-nbd on the same qcow2 image, and blkq on a raw file with the same data.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use super::child::Child;
 use super::fio::Job;
-use super::peer::{BLKQ, BLKQ_NBD, Peer, Place, READY_WAIT, chosen, not_there, relate, visits};
+use super::peer::{BLKQ, BLKQ_NBD, Peer, Place, READY_WAIT, not_there, relate, visits};
 use crate::Result;
-use crate::bench::{Bench, Pace, case};
+use crate::bench::{Bench, case};
 use crate::file::check_room;
 use crate::interrupt::Undo;
 use crate::metric::Metric;
@@ -44,16 +44,6 @@ const TARGETS: [(&str, &str, Expected); 5] = [
 /// Upper bound for allocating writes per second on any machine.
 const ALLOCATING_IOPS_MAX: f64 = 200_000.0;
 
-/// Upper bound for the space that a run of [`ALLOCATING`] takes: 64 KiB for each write.
-fn allocated_bytes(pace: &Pace) -> u64 {
-    (pace.seconds * ALLOCATING_IOPS_MAX) as u64 * (64 << 10)
-}
-
-/// The number of cases of all jobs, of which quick runs do the first.
-pub fn cases(quick: bool) -> usize {
-    if quick { 3 } else { 3 + 3 + 2 }
-}
-
 /// Runs all jobs, and adds the targets to `table`.
 pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let images = match bench.progress.aside(|_| Images::make(place)) {
@@ -63,24 +53,25 @@ pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Co
             return Ok(Vec::new());
         }
     };
-    let (full, empty) = (place.of(&images.full, place.bytes), place.of(&images.empty, EMPTY_BYTES));
-    let mut comparisons = Vec::new();
-    for job in chosen(&JOBS, bench.pace.quick, |job| job.quick) {
+    let (quick, mut comparisons) = (bench.pace.quick, Vec::new());
+    for job in JOBS.iter().filter(|job| job.quick || !quick) {
         let cases = if job.title == ALLOCATING.title {
-            if let Err(error) = check_room(&place.image, None, allocated_bytes(&bench.pace)) {
+            // Each write takes 64 KiB.
+            let bytes_max = (bench.pace.seconds * ALLOCATING_IOPS_MAX) as u64 * (64 << 10);
+            if let Err(error) = check_room(&place.image, None, bytes_max) {
                 table.left_out.push(format!("{}: {error}", job.title));
                 continue;
             }
             let on_empty = |peer: &'static Peer| {
-                let (images, empty) = (&images, &empty);
+                let images = &images;
                 case(peer.name, move |length| {
                     images.recreate_empty()?;
-                    peer.visit(empty, job, length)
+                    peer.visit(&images.empty, job, length)
                 })
             };
             vec![on_empty(&OURS), on_empty(&QEMU_NBD)]
         } else {
-            let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
+            let mut cases = visits(&[&OURS, &QEMU_NBD], &images.full, *job);
             // The raw file contains the same data.
             cases.extend(visits(&[&BLKQ_NBD], place, *job));
             cases
@@ -89,7 +80,7 @@ pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Co
         relate(table, &mut comparison, OURS.name, &[Metric::Iops, Metric::ServerCpuNsPerIo], &TARGETS);
         comparisons.push(comparison);
     }
-    if bench.pace.quick {
+    if quick {
         let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title);
         table.left_out.push(format!("because of --quick: {}", titles.collect::<Vec<_>>().join("; ")));
     }
@@ -99,9 +90,9 @@ pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Co
 /// The qcow2 images, next to the measured file. They are removed on drop.
 struct Images {
     /// Contains the data of the measured file.
-    full: PathBuf,
+    full: Place,
     /// Contains no clusters before each run.
-    empty: PathBuf,
+    empty: Place,
     _made: Undo,
 }
 
@@ -110,19 +101,20 @@ impl Images {
         let beside = |what: &str| {
             place.image.with_file_name(format!(".blkq-bench-{}-{what}.qcow2", std::process::id()))
         };
-        let (full, empty) = (beside("full"), beside("empty"));
-        let at = [full.clone(), empty.clone()];
+        let full = place.of(&beside("full"), place.bytes);
+        let empty = place.of(&beside("empty"), EMPTY_BYTES);
+        let at = [full.image.clone(), empty.image.clone()];
         let remove = move || at.iter().for_each(|path| drop(std::fs::remove_file(path)));
         let (_, made) = Undo::after(|| Ok::<_, crate::Error>(()), remove)?;
         let images = Images { full, empty, _made: made };
         let options = ["convert", "-t", "none", "-T", "none", "-f", "raw", "-O", "qcow2"];
-        qemu_img(&options, &[&place.image, &images.full], &[])?;
+        qemu_img(&options, &[&place.image, &images.full.image], &[])?;
         Ok(images)
     }
 
     /// Creates the empty image, replacing the previous one.
     fn recreate_empty(&self) -> Result {
-        qemu_img(&["create", "-q", "-f", "qcow2"], &[&self.empty], &[&EMPTY_BYTES.to_string()])
+        qemu_img(&["create", "-q", "-f", "qcow2"], &[&self.empty.image], &[&EMPTY_BYTES.to_string()])
     }
 }
 

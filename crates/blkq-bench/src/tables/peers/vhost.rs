@@ -2,7 +2,7 @@
 //! The bases are io_uring on the file and on a loop device, also from this process.
 
 use super::fio::Job;
-use super::peer::{LOOP_DIRECT, Peer, Place, RAW, Way, chosen, present, relate, visits};
+use super::peer::{LOOP_DIRECT, Peer, Place, RAW, Way, present, relate, visits};
 use crate::Result;
 use crate::bench::Bench;
 use crate::metric::Metric;
@@ -60,17 +60,6 @@ const OVER_NOTHING: [Peer; 4] = [
     Peer::new(BLKQ_NULL_2, TWO_QUEUES, "blkq null:{bytes} --queues 2 --export vhost-user-blk"),
 ];
 
-/// Whether `peer` does `job`. io_uring with one call per I/O does sequential jobs only, as the base for the gain of
-/// merging.
-fn does(peer: &Peer, job: &Job) -> bool {
-    peer.name != RAW_ONE_BY_ONE || !job.load().random
-}
-
-pub fn cases(quick: bool) -> usize {
-    let cases = |job: &Job| OVER_FILE.iter().filter(|peer| does(peer, job)).count();
-    chosen(&JOBS, quick, |job| job.quick).map(cases).sum::<usize>() + OVER_NOTHING.len()
-}
-
 /// Measures all servers. The comparisons are part of the table `peers`. Fails if a server that could be
 /// started before fails to start.
 pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
@@ -83,7 +72,9 @@ pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Co
             table.left_out.push(format!("because of --quick: {}", job.title));
             continue;
         }
-        let peers: Vec<&Peer> = over_file.iter().copied().filter(|peer| does(peer, job)).collect();
+        // io_uring with one call per I/O does sequential jobs only, as the base for the gain of merging.
+        let does = |peer: &&Peer| peer.name != RAW_ONE_BY_ONE || !job.load().random;
+        let peers: Vec<&Peer> = over_file.iter().copied().filter(does).collect();
         let mut comparison = bench.compare(job.title, visits(&peers, place, *job))?;
         state_targets(table, &mut comparison, job);
         comparisons.push(comparison);
