@@ -23,10 +23,10 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Creates the file at `path`, or opens the existing one, and fills it with `bytes`, a multiple of 1 MiB, of random
-    /// data, which no file system can compress or store as a hole. Without a path, it is a temporary file in the current
-    /// directory. A file that is not empty is overwritten only with `overwrite`. Fails if the path is not a regular file, the file is not empty or is in
-    /// use, or the file system has too little space or no direct I/O.
+    /// Creates the file at `path`, or opens the existing one, and fills it with `bytes`, a multiple of 1 MiB, of
+    /// random data, which no file system can compress or store as a hole. Without a path, it is a temporary file in
+    /// the current directory. Fails if the path is not a regular file, the file is in use, or is not empty and
+    /// `overwrite` is not set, or the file system has too little space or no direct I/O.
     pub fn create(
         path: Option<&Path>,
         overwrite: bool,

@@ -202,7 +202,7 @@ impl Error {
         Error { hint: hint.into(), ..self }
     }
 
-    /// Adds the hint to open the image read-only, or as an alternative to [`Error::with_hint`].
+    /// Adds the hint to open the image read-only: alone, or as an alternative to that of [`Error::with_hint`].
     pub fn or_read_only(self) -> Error {
         Error { works_read_only: true, ..self }
     }

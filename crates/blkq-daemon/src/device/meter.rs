@@ -57,6 +57,7 @@ impl Meter {
         };
         let text = |limits: RateLimits| if limits.is_none() { String::new() } else { limits.to_string() };
         let member = disk.group_member();
+        let group = lock(&self.group).as_ref().map(|joined| joined.name().to_owned());
         let group_limits = member.as_ref().and_then(|member| member.group().limits());
         statistics.throttle = Throttle {
             limits: match disk.ceiling() {
@@ -64,7 +65,7 @@ impl Meter {
                 Ceiling::Unknown => "auto".to_owned(),
                 Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
-            group: lock(&self.group).as_ref().map(|joined| joined.name().to_owned()),
+            group,
             group_limits: group_limits.map(|(_, limits)| text(limits)).unwrap_or_default(),
             weight: member.map_or(0, |member| member.weight()),
         };

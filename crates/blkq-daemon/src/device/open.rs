@@ -20,7 +20,7 @@ use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_o
 use super::image::{absolute, image_name, keep_format, keep_size, serves_bytes, with_ceph_files};
 use super::listen::Sockets;
 use super::meter::Meter;
-use super::opened::{Children, Opened, Source};
+use super::opened::{Children, Opened, Opening};
 use super::running::Running;
 use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
@@ -87,9 +87,17 @@ impl Device {
             };
             UblkDevice::start(disk, engines, options).map_err(|error| no_block_device(error, copy))
         };
-        let source = Source { device_bytes: None, wait, predecessor };
-        let plan =
-            Plan { options, claim, sockets, source, served, has_block_device, settings, is_successor: false };
+        let opening = Opening { device_bytes: None, wait, predecessor };
+        let plan = Plan {
+            options,
+            claim,
+            sockets,
+            opening,
+            served,
+            has_block_device,
+            settings,
+            is_successor: false,
+        };
         let mut device = Device::serve(plan, attach)?;
         device.attached.fallback = exports.no_ublk;
         device.attached.warnings.extend(fewer_threads);
@@ -127,7 +135,7 @@ impl Device {
             options: &options,
             claim,
             sockets,
-            source: Source { device_bytes: Some(bytes), wait: DYING_WAIT, predecessor: state.owner },
+            opening: Opening { device_bytes: Some(bytes), wait: DYING_WAIT, predecessor: state.owner },
             served,
             has_block_device: true,
             settings: state.settings,
@@ -143,7 +151,7 @@ impl Device {
         plan: Plan,
         attach: impl FnOnce(&Arc<Disk>, &[EngineHandle], Children, Arc<OwnedFd>) -> Outcome<UblkDevice>,
     ) -> Outcome<Device> {
-        let Plan { options, claim, sockets, source, mut served, has_block_device, settings, is_successor } =
+        let Plan { options, claim, sockets, opening, mut served, has_block_device, settings, is_successor } =
             plan;
         let settings = DeviceSettings::new(options, settings);
         let mut saved = settings.saved();
@@ -153,7 +161,7 @@ impl Device {
         let idle = new_event()?;
         let is_after = is_successor || claim.before(&image_name(&options.image)).is_some();
 
-        let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), source)?;
+        let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), opening)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
         claim.write_owner(source.driver.owner().as_deref())?;
 
@@ -240,7 +248,7 @@ pub(super) struct Plan<'a> {
     pub(super) options: &'a AttachOptions,
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
-    pub(super) source: Source,
+    pub(super) opening: Opening,
     pub(super) served: Served,
     /// The device has a block device, or will have one.
     pub(super) has_block_device: bool,

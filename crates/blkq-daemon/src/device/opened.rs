@@ -23,7 +23,7 @@ pub(super) type Children = (SetupProcess, IdleWatch);
 
 /// How the image of a device is opened.
 #[derive(Default)]
-pub(super) struct Source {
+pub(super) struct Opening {
     /// The size of the device that is taken over.
     pub(super) device_bytes: Option<u64>,
     /// How long to wait for an image that is in use.
@@ -32,7 +32,7 @@ pub(super) struct Source {
     pub(super) predecessor: Option<String>,
 }
 
-impl Source {
+impl Opening {
     /// Fails if another device that waits for its next daemon uses the image.
     fn open(
         &self,
@@ -41,7 +41,7 @@ impl Source {
         ublk: bool,
         journals: Option<Arc<Journals>>,
     ) -> Outcome<blkq_drivers::Opened> {
-        let Source { device_bytes, wait, predecessor } = self;
+        let Opening { device_bytes, wait, predecessor } = self;
         let opened =
             open_driver(claim.dir(), options, ublk, *device_bytes, *wait, predecessor.clone(), journals);
         let opened = opened.map_err(|error| refusal(error, options, claim))?;
@@ -71,9 +71,9 @@ impl Opened {
         claim: &Claim,
         sockets: &Sockets,
         idle_event: Option<&Arc<OwnedFd>>,
-        source: Source,
+        opening: Opening,
     ) -> Outcome<Opened> {
-        let open = |journals| source.open(options, claim, idle_event.is_some(), journals);
+        let open = |journals| opening.open(options, claim, idle_event.is_some(), journals);
         // The path must be resolved before the mount on which the image is may be detached.
         let image = image_name(&options.image);
         // An RBD image must be opened after the processes are forked, because its client library has threads.

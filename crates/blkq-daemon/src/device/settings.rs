@@ -264,7 +264,6 @@ fn not_set(error: blkq::Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
-
     use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;
@@ -275,7 +274,7 @@ mod tests {
     use super::super::Served;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
-    use super::super::opened::Source;
+    use super::super::opened::Opening;
     use super::*;
 
     /// The file was written by an older version, whose daemons stored settings as the user had typed them.
@@ -299,7 +298,7 @@ mod tests {
             options: &options,
             claim: &claim,
             sockets,
-            source: Source::default(),
+            opening: Opening::default(),
             served,
             has_block_device: false,
             settings,
@@ -379,7 +378,7 @@ mod tests {
                 options: &options,
                 claim: &claim,
                 sockets,
-                source: Source::default(),
+                opening: Opening::default(),
                 served,
                 has_block_device: false,
                 settings: Vec::new(),

@@ -352,7 +352,10 @@ impl StateDir {
         // The new file is locked before it gets its name, so that the next process waits until the replaced
         // file has been checked and removed below.
         let replacement = write_new(&new, &options, 0o600).map_err(failure)?;
-        flock(&replacement, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
+        flock(&replacement, FlockOperation::LockExclusive).map_err(|e| {
+            _ = remove(&new);
+            failure(e.into())
+        })?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
                 let replaced = fs::symlink_metadata(&new)

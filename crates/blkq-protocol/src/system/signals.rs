@@ -14,7 +14,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::failure::{Failure, Outcome};
 
-/// Declares the signals with their numbers; the names of these are the names of the signals.
+/// Declares the signals. The constant's name in libc is also the name that users see.
 macro_rules! signals {
     ($($Signal:ident = $number:ident),*) => {
         /// A signal, with its number.
@@ -24,7 +24,8 @@ macro_rules! signals {
             $($Signal = libc::$number,)*
         }
 
-        pub const TERMINAL: [Signal; [$(Signal::$Signal),*].len()] = [$(Signal::$Signal),*];
+        /// All signals that processes of blkq handle.
+        pub const ALL: [Signal; [$(Signal::$Signal),*].len()] = [$(Signal::$Signal),*];
 
         impl Signal {
             pub fn name(self) -> &'static str {
@@ -104,7 +105,7 @@ impl Signals {
         let mut numbers = [0; 16];
         // A read that would block returns no signals.
         let count = self.pipe.read(&mut numbers).unwrap_or(0);
-        let signal = |number: &u8| TERMINAL.into_iter().find(|it| it.number() == libc::c_int::from(*number));
+        let signal = |number: &u8| ALL.into_iter().find(|it| it.number() == libc::c_int::from(*number));
         numbers[..count].iter().filter_map(signal).collect()
     }
 }

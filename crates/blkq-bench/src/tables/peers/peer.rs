@@ -297,6 +297,7 @@ impl Peer {
                 .per_io(Metric::ClientCpuNsPerIo, client.cpu.as_nanos() as u64)
                 .per_io(Metric::ClientSwitchesPerIo, client.context_switches);
         }
+        // No server is started for raw I/O.
         if let Way::Raw = self.way {
             return Ok(run);
         }

@@ -84,7 +84,7 @@ impl Args {
             return self.print_once(sampler);
         }
         let screen = Screen::open()?;
-        let signals = Signals::install(&signals::TERMINAL)?;
+        let signals = Signals::install(&signals::ALL)?;
         let view = View::new(format!("{} s", self.interval.as_secs_f64()));
         let theme = Theme::of(|name| std::env::var(name).ok());
         let mut program = Program { view, theme, sampler, signals, keys: Keys::default() };

@@ -97,10 +97,9 @@ impl Qcow2 {
                 Ok(0) => None,
                 Ok(freed) => Some(format!("{shown} was not closed; {freed} clusters that leaked were freed")),
                 Err(error) if error.kind() == ErrorKind::Mismatch => {
-                    return Err(malformed(format!(
-                        "{shown} was not closed, and {error}; {}",
-                        repair_hint(self.path())
-                    )));
+                    return Err(malformed(format!("{shown} was not closed, and {error}"))
+                        .with_hint(repair_hint(self.path()))
+                        .or_read_only());
                 }
                 Err(error) => Some(format!(
                     "{shown} was not closed, and clusters that leaked stay allocated: {error}; to find them, \

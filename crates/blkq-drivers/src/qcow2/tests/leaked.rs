@@ -166,7 +166,10 @@ fn refcounts_that_contradict_the_tables_stay_unchanged() {
         assert_eq!(opened.is_err(), why == "is too low", "{at}: {why}");
         let text = match &opened {
             Ok(device) => leaked(device).unwrap_or_else(|| panic!("{at} {why}: no warning")),
-            Err(error) => error.to_string(),
+            Err(error) => {
+                assert!(error.to_string().ends_with("or open it read-only"), "{error}");
+                error.to_string()
+            }
         };
         assert!(text.contains(why), "{at}: {text}");
         assert!(image.is_as(&old), "{at}: {why}");
