@@ -196,6 +196,8 @@ pub struct Client {
     flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
     pub closed: bool,
+    /// The client sends requests, and no longer reads.
+    pub silent: bool,
 }
 
 fn option(kind: u32, data: &[u8], output: &mut Vec<u8>) {
@@ -244,6 +246,7 @@ impl Client {
             flags: TransmissionFlags::empty(),
             outstanding: BTreeMap::new(),
             closed: false,
+            silent: false,
         };
         (client, server.into())
     }
@@ -302,6 +305,9 @@ impl Client {
                 Err(_) => self.closed = true,
             }
         }
+        if self.silent {
+            return;
+        }
         let mut buffer = vec![0; if chance.one_in(2) { 1 << 17 } else { 1 + chance.below(600) as usize }];
         match self.stream.read(&mut buffer) {
             Ok(0) => self.closed = true,
@@ -310,6 +316,17 @@ impl Client {
             Err(_) => self.closed = true,
         }
         while self.parse(common) {}
+    }
+
+    /// Reads, after the server has stopped, everything that it sent.
+    pub fn read_rest(&mut self, chance: &mut Random, common: &mut Common) {
+        if std::mem::take(&mut self.silent) {
+            self.closed = false;
+            self.output.clear();
+        }
+        while !self.closed {
+            self.transfer(chance, common);
+        }
     }
 
     fn ask(&mut self, chance: &mut Random, common: &mut Common) {

@@ -26,7 +26,7 @@ use super::hits::KINDS;
 use super::holds::{Holding, Resumer};
 use super::limits::Limited;
 use super::model::Model;
-use super::sockets::{close_sockets, has_ghosts};
+use super::sockets::{close_sockets, has_ghosts, limit_send_buffers};
 use super::vhost::Machine;
 use super::worlds::Worlds;
 
@@ -34,6 +34,11 @@ use super::worlds::Worlds;
 const PANIC: u64 = 4;
 /// Number of turns within which all requests must be answered once there are no faults.
 pub const TURNS_MAX: u64 = 200_000;
+
+/// Timeout of transfers in a world with clients that do not read.
+const SILENCE_TIMEOUT_S: u64 = 600;
+/// How long an orderly stop may take while no storage is slow, whatever clients do.
+const STOP_NS_MAX: u64 = 5_000_000_000;
 
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
@@ -94,16 +99,17 @@ impl Setup {
         (disk, SimulatedEngine::new(queues).unwrap())
     }
 
-    fn serve(&self, engine: &mut SimulatedEngine, worlds: Worlds) -> SourceId {
+    pub fn serve(&self, engine: &mut SimulatedEngine, worlds: Worlds) -> SourceId {
+        // Clients are slow here, and the clock jumps.
+        let timeout_s = if worlds.silence { SILENCE_TIMEOUT_S } else { 1_000_000 };
         let export =
             |queue: usize| NbdExport { name: EXPORTS[queue].into(), description: String::new(), queue };
         let options = NbdOptions {
             exports: (0..worlds.queues).map(export).collect(),
             requests_max: self.requests_max,
             buffered_bytes_max: self.buffered_bytes_max,
-            // Clients are slow here, and the clock jumps.
-            handshake_timeout_s: 1_000_000,
-            transfer_timeout_s: 1_000_000,
+            handshake_timeout_s: timeout_s,
+            transfer_timeout_s: timeout_s,
             ..NbdOptions::default()
         };
         engine.add_source(simulated::source(options)).unwrap()
@@ -149,6 +155,10 @@ pub struct Seen {
     pub reissued: u64,
     pub failed: u64,
     pub held_with: [bool; SchedulerKind::ALL.len()],
+    /// Clients that stopped to read.
+    pub silent: u64,
+    /// Orderly stops while such clients had unanswered requests.
+    pub silent_stops: u64,
     pub digest: u64,
     /// Requests that the fault driver hit, by effect: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
@@ -394,12 +404,13 @@ impl World {
     pub fn step(&mut self) {
         self.waited = 0;
         self.toggle_trigger();
-        let World { chance, common, server, extra, worlds, machine, limited, .. } = self;
+        let World { chance, common, server, extra, worlds, machine, limited, seen, .. } = self;
         let Some(Server { disk, engine, source, clients, sockets, .. }) = server else { return };
         let Some(source) = *source else {
             return machine.as_mut().unwrap().step(chance, common, engine);
         };
-        if clients.len() < 3 && chance.one_in(6) || clients.is_empty() {
+        let readers = clients.iter().filter(|client| !client.silent).count();
+        if readers < 3 && chance.one_in(6) || readers == 0 {
             let export = if worlds.queues > 1 { EXPORTS[extra.below(2) as usize] } else { "" };
             let (client, socket) = Client::new(chance, export);
             let socket = File::from(socket);
@@ -409,8 +420,14 @@ impl World {
         }
         let which = chance.below(clients.len() as u64) as usize;
         clients[which].act(chance, common);
-        assert!(!clients[which].closed, "the server closed the connection");
-        if chance.one_in(60) {
+        if worlds.silence && !clients[which].silent && extra.one_in(20) {
+            clients[which].silent = true;
+            seen.silent += 1;
+            limit_send_buffers(sockets);
+        }
+        let closed = clients[which].closed;
+        assert!(!closed || clients[which].silent, "the server closed the connection");
+        if chance.one_in(60) || closed {
             // The client disconnects with requests in flight.
             common.ghosts.extend(clients.swap_remove(which).reads());
         }
@@ -470,13 +487,15 @@ impl World {
             }
             1 => {
                 // Stops with requests in flight.
+                let waits = |client: &Client| client.silent && client.outstanding() > 0;
+                seen.silent_stops += u64::from(clients.iter().any(waits));
+                let begun_ns = simulation::time_ns();
                 engine.stop();
+                let took_ns = simulation::time_ns() - begun_ns;
+                let is_slow = common.has_rules || limited.is_some();
+                assert!(is_slow || took_ns <= STOP_NS_MAX, "an orderly stop took {took_ns} ns");
                 common.note(take_injections(), &mut clients);
-                clients.iter_mut().for_each(|client| {
-                    while !client.closed {
-                        client.transfer(chance, common)
-                    }
-                });
+                clients.iter_mut().for_each(|client| client.read_rest(chance, common));
             }
             _ => {
                 if panicked {
@@ -563,7 +582,7 @@ fn drain(
     simulation::set_faults(Faults::default());
     let mut resumer = Resumer::default();
     for _ in 0..TURNS_MAX {
-        if clients.iter().all(Client::is_idle) && disk.held() == 0 {
+        if clients.iter().all(|client| client.silent || client.is_idle()) && disk.held() == 0 {
             return;
         }
         if common.holding.is_some() {
@@ -578,7 +597,11 @@ fn drain(
         }
         for client in clients.iter_mut() {
             client.transfer(chance, common);
-            assert!(!client.closed, "the server closed the connection");
+            assert!(!client.closed || client.silent, "the server closed the connection");
+        }
+        if clients.iter().any(|client| client.silent) && chance.one_in(4) {
+            // A client that does not read may keep the memory for replies until its timeout.
+            simulation::pass(chance.below(1_000_000_000));
         }
     }
     panic!("requests are not answered");

@@ -43,6 +43,8 @@ const MACHINES: &str = "machines";
 const LIMITS: &str = "limits_hold";
 const HOLDS: &str = "held_requests";
 const EXCHANGES: &str = "exchanged_drivers";
+const SILENCE: &str = "silent_clients";
+const GREED: &str = "greedy_machines";
 
 /// Runs a seed. If it fails, the message names the seed and the line for known_seeds.txt.
 fn run_named<T: Send + 'static>(seed: u64, world: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
@@ -174,6 +176,32 @@ fn exchanged_drivers() {
     assert!(count < 100 || exchanges > 0);
 }
 
+/// Clients stop to read. They delay neither the requests of others nor an orderly stop.
+#[test]
+fn silent_clients() {
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
+    let (mut silent, mut stops) = (0, 0);
+    for seed in first..end {
+        let seen = run(seed, SILENCE, Worlds::of(seed).with_silence());
+        (silent, stops) = (silent + seen.silent, stops + seen.silent_stops);
+    }
+    println!(
+        "{count} seeds with silent clients from {first}: {silent} clients, {stops} stops that they may delay"
+    );
+    assert!(count < 100 || (silent > 0 && stops > 0));
+}
+
+/// Guests make as much work available as their rings can have. A turn does a bounded part of it.
+#[test]
+fn greedy_machines() {
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
+    let full: u64 = (first..end).map(|seed| run_named(seed, GREED, move || vhost::be_greedy(seed))).sum();
+    println!("{count} seeds with greedy machines from {first}: {full} turns did all that a turn may do");
+    assert!(count < 100 || full > 0);
+}
+
 // Contract: accepted-once, durability
 #[test]
 fn known_seeds() {
@@ -188,6 +216,11 @@ fn known_seeds() {
             LIMITS => Worlds::of(seed).with_limits(),
             HOLDS => Worlds::of(seed).with_holds(),
             EXCHANGES => Worlds::of(seed).with_exchanges(),
+            SILENCE => Worlds::of(seed).with_silence(),
+            GREED => {
+                run_named(seed, GREED, move || vhost::be_greedy(seed));
+                continue;
+            }
             MACHINES => {
                 run_machine(seed);
                 continue;
@@ -207,6 +240,7 @@ fn equal_seeds_have_equal_results() {
             (LIMITS, worlds.with_limits()),
             (HOLDS, worlds.with_holds()),
             (EXCHANGES, worlds.with_exchanges()),
+            (SILENCE, worlds.with_silence()),
         ] {
             assert_eq!(run(seed, world, worlds), run(seed, world, worlds));
         }

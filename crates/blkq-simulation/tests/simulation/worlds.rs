@@ -19,6 +19,8 @@ pub struct Worlds {
     pub limits: bool,
     pub holds: bool,
     pub exchanges: bool,
+    /// Whether clients stop to read, for ever, with requests in flight.
+    pub silence: bool,
 }
 
 impl Worlds {
@@ -31,6 +33,7 @@ impl Worlds {
         limits: false,
         holds: false,
         exchanges: false,
+        silence: false,
     };
     /// Every life stops with a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
@@ -51,6 +54,11 @@ impl Worlds {
         Worlds { exchanges: true, limits: false, ..self }
     }
 
+    /// Adds clients that stop to read, and removes limits.
+    pub const fn with_silence(self) -> Worlds {
+        Worlds { silence: true, limits: false, ..self }
+    }
+
     /// The world of a seed whose client is a virtual machine.
     pub fn of_machine(seed: u64) -> Worlds {
         Worlds { loses_size: Random::new(!seed).one_in(2), ..Worlds::NONE }
@@ -67,6 +75,7 @@ impl Worlds {
             limits: chance.one_in(2),
             holds: false,
             exchanges: false,
+            silence: false,
         }
     }
 }

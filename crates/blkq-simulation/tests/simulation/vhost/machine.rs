@@ -24,6 +24,8 @@ const REGION_BYTES: u64 = 0x1_8000;
 /// Size of the data of a request slot. One slot spans both regions.
 const SLOT_BYTES: u64 = 0x4800;
 const SLOTS: u64 = 2 * REGION_BYTES / SLOT_BYTES;
+/// Memory after the slots, which no request of [`Machine::step`] uses.
+pub const FREE: u64 = DATA + SLOTS * SLOT_BYTES;
 /// Maximum size of the data of a request.
 const DATA_MAX_BYTES: u64 = 12 << 10;
 const BUFFERS_MAX: usize = 8;

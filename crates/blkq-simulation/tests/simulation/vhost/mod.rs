@@ -2,10 +2,12 @@
 //! production. The front end and the guest are simulated; they survive the daemon, or do not.
 
 mod front_end;
+mod greedy;
 mod life;
 mod machine;
 mod wiring;
 
+pub use greedy::be_greedy;
 pub use life::{Seen, live};
 pub use machine::Machine;
 pub use wiring::Tamper;
