@@ -135,7 +135,8 @@ impl Args {
             lost: 0,
         };
         let begun = Instant::now();
-        let stopped = tracing.follow(dialogue, rings, &stop, self.duration, self.progress());
+        let stopped = tracing.follow(&dialogue, rings, &stop, self.duration, self.progress());
+        dialogue.end();
         let finished = tracing.finish();
         let mut line = format!(
             "{name}: {} events in {:.1} s, {} lost",
@@ -204,7 +205,7 @@ struct Tracing {
 impl Tracing {
     fn follow(
         &mut self,
-        dialogue: Dialogue,
+        dialogue: &Dialogue,
         mut rings: Rings,
         stop: &AtomicBool,
         duration: Option<Duration>,
@@ -216,7 +217,7 @@ impl Tracing {
             let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
             let timeout = if over || more { Duration::ZERO } else { left };
-            let mut fds = [PollFd::new(&dialogue, PollFlags::IN)];
+            let mut fds = [PollFd::new(dialogue, PollFlags::IN)];
             // The daemon sends nothing, so readable means closed. The only error is EINTR: `stop` is checked
             // next time.
             let closed =

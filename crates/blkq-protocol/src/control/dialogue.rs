@@ -52,6 +52,9 @@ pub struct Dialogue {
     stream: UnixStream,
 }
 
+/// How long a daemon may take to end a dialogue. Only one that does not respond takes longer.
+const END_WAIT: Duration = Duration::from_secs(2);
+
 impl Dialogue {
     /// Waits for the first reply. Fails with the daemon's error, or if the daemon does not answer.
     pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
@@ -101,6 +104,13 @@ impl Dialogue {
     pub fn give_up(&self) {
         // This fails only if the daemon has closed the connection.
         let _ = self.stream.shutdown(Shutdown::Write);
+    }
+
+    /// Ends a dialogue without further replies, and waits until the daemon has cleaned up, so that the next command
+    /// does not find it busy.
+    pub fn end(self) {
+        self.give_up();
+        is_readable(&self.stream, Some(Instant::now() + END_WAIT));
     }
 
     /// The daemon has not replied since the last step, and has not closed the connection.
