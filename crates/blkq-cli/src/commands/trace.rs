@@ -127,8 +127,15 @@ impl Args {
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
+        let outputs = match self.outputs(is_stream, &start) {
+            Ok(outputs) => outputs,
+            Err(failure) => {
+                dialogue.end();
+                return Err(failure);
+            }
+        };
         let mut tracing = Tracing {
-            outputs: self.outputs(is_stream, &start)?,
+            outputs,
             tracker: IoTracker::new(start.queues),
             filtered: self.filter.clone().map(Filtered::new),
             events: 0,
@@ -136,7 +143,7 @@ impl Args {
         };
         let begun = Instant::now();
         let stopped = tracing.follow(&dialogue, rings, &stop, self.duration, self.progress());
-        dialogue.end();
+        dialogue.give_up();
         let finished = tracing.finish();
         let mut line = format!(
             "{name}: {} events in {:.1} s, {} lost",
@@ -144,6 +151,8 @@ impl Args {
             begun.elapsed().as_secs_f64(),
             tracing.lost
         );
+        // Waits only now: a second signal ends the process at once, and the files are complete.
+        dialogue.end();
         let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
         if let Some(omitted) = omitted {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
