@@ -129,6 +129,8 @@ pub struct Common {
     pub writes_seen: u64,
     /// Whether this server runs with faults, so that errors are allowed.
     pub errors_allowed: bool,
+    /// Whether an orderly stop has begun, which cancels queries of the block status.
+    pub stops: bool,
     /// Whether the fault driver may delay requests for longer than a change waits.
     pub slow: bool,
     /// Whether the driver may be exchanged for one without FUA.
@@ -538,8 +540,11 @@ impl Client {
         let abandoned = asked.is_flushed()
             && error == NbdError::Shutdown as u32
             && common.holding.as_ref().is_some_and(|holding| holding.stops);
+        let cancelled =
+            common.stops && asked.command == Command::BlockStatus && error == NbdError::Shutdown as u32;
         let may_fail = refused
             || abandoned
+            || cancelled
             || common.errors_allowed
             || asked.hits.iter().any(|noticed| noticed.explains(error))
             || asked.fast_zero && error == NbdError::NotSupported as u32;

@@ -226,6 +226,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
             now: 1,
             block_sectors: u64::from(setup.options.logical_block_bytes.unwrap_or(512)) / 512,
             errors_allowed: false,
+            stops: false,
             read_only: History::new(0, false),
             sectors: History::new(0, setup.sectors),
             writes_seen: 0,
@@ -322,6 +323,7 @@ impl World {
         let (chance, common) = (&mut self.chance, &mut self.common);
         let calm = chance.one_in(4);
         common.errors_allowed = !calm;
+        common.stops = false;
         common.now += 1;
         let sectors = std::fs::metadata(&setup.options.path).unwrap().len() >> 9;
         common.sectors = History::new(common.now, sectors);
@@ -484,11 +486,13 @@ impl World {
                 drain(&disk, &mut engine, &mut clients, &mut sockets, chance, common, limited);
                 drop(clients);
                 engine.stop();
+                common.note(take_injections(), &mut []);
             }
             1 => {
                 // Stops with requests in flight.
                 let waits = |client: &Client| client.silent && client.outstanding() > 0;
                 seen.silent_stops += u64::from(clients.iter().any(waits));
+                common.stops = true;
                 let begun_ns = simulation::time_ns();
                 engine.stop();
                 let took_ns = simulation::time_ns() - begun_ns;
@@ -581,6 +585,7 @@ fn drain(
 ) {
     simulation::set_faults(Faults::default());
     let mut resumer = Resumer::default();
+    let begun_ns = simulation::time_ns();
     for _ in 0..TURNS_MAX {
         if clients.iter().all(|client| client.silent || client.is_idle()) && disk.held() == 0 {
             return;
@@ -599,10 +604,11 @@ fn drain(
             client.transfer(chance, common);
             assert!(!client.closed || client.silent, "the server closed the connection");
         }
-        if clients.iter().any(|client| client.silent) && chance.one_in(4) {
-            // A client that does not read may keep the memory for replies until its timeout.
-            simulation::pass(chance.below(1_000_000_000));
-        }
+        let is_late = simulation::time_ns() - begun_ns > SILENCE_TIMEOUT_S * 500_000_000;
+        assert!(
+            !is_late || clients.iter().all(|client| !client.silent),
+            "clients that do not read delay others"
+        );
     }
     panic!("requests are not answered");
 }

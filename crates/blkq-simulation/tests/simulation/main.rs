@@ -65,6 +65,10 @@ fn run_machine(seed: u64) -> vhost::Seen {
     run_named(seed, MACHINES, move || vhost::live(seed, None, None))
 }
 
+fn run_greedy(seed: u64) -> (u64, u64) {
+    run_named(seed, GREED, move || vhost::be_greedy(seed))
+}
+
 /// The seeds to run: the seed that the user names, or a range.
 fn chosen_seeds() -> Range<u64> {
     let first = number("BLKQ_FIRST_SEED", 0);
@@ -197,7 +201,7 @@ fn silent_clients() {
 fn greedy_machines() {
     let Range { start: first, end } = chosen_seeds();
     let count = end - first;
-    let full: u64 = (first..end).map(|seed| run_named(seed, GREED, move || vhost::be_greedy(seed))).sum();
+    let full: u64 = (first..end).map(|seed| run_greedy(seed).0).sum();
     println!("{count} seeds with greedy machines from {first}: {full} turns did all that a turn may do");
     assert!(count < 100 || full > 0);
 }
@@ -218,7 +222,7 @@ fn known_seeds() {
             EXCHANGES => Worlds::of(seed).with_exchanges(),
             SILENCE => Worlds::of(seed).with_silence(),
             GREED => {
-                run_named(seed, GREED, move || vhost::be_greedy(seed));
+                run_greedy(seed);
                 continue;
             }
             MACHINES => {
@@ -245,6 +249,7 @@ fn equal_seeds_have_equal_results() {
             assert_eq!(run(seed, world, worlds), run(seed, world, worlds));
         }
         assert_eq!(run_machine(seed), run_machine(seed));
+        assert_eq!(run_greedy(seed), run_greedy(seed));
     }
 }
 
