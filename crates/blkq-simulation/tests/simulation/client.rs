@@ -139,6 +139,8 @@ pub struct Common {
     pub has_rules: bool,
     /// Unanswered reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
+    /// Number of unanswered requests of these clients, when they disconnected.
+    pub abandoned: usize,
     /// Requests that must fail, because the fault driver failed a part of them.
     pub must_fail: BTreeSet<u64>,
     /// Misdirected writes in flight, by queue and tag: number, sectors, and whether the write has FUA.

@@ -234,6 +234,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
             exchanges: worlds.exchanges,
             has_rules: false,
             ghosts: Vec::new(),
+            abandoned: 0,
             must_fail: BTreeSet::new(),
             astray: BTreeMap::new(),
             hits: [0; KINDS],
@@ -332,6 +333,7 @@ impl World {
         common.slow = faulty;
         common.has_rules = false;
         common.ghosts.clear();
+        common.abandoned = 0;
         common.must_fail.clear();
         common.astray.clear();
         let faults = if calm { Faults::default() } else { faults(chance) };
@@ -376,10 +378,10 @@ impl World {
         self.server.as_ref().unwrap().disk.clone()
     }
 
-    /// The requests in flight of the device, or of its clients if the device does not count them.
+    /// The requests in flight of the device, or an upper bound if the device does not count them.
     pub fn requests_in_flight(&self) -> u64 {
         let Some(Server { disk, clients, .. }) = &self.server else { return 0 };
-        let of_clients: usize = clients.iter().map(Client::outstanding).sum();
+        let of_clients = clients.iter().map(Client::outstanding).sum::<usize>() + self.common.abandoned;
         disk.stats().in_flight.iter().sum::<u64>().max(of_clients as u64)
     }
 
@@ -431,7 +433,9 @@ impl World {
         assert!(!closed || clients[which].silent, "the server closed the connection");
         if chance.one_in(60) || closed {
             // The client disconnects with requests in flight.
-            common.ghosts.extend(clients.swap_remove(which).reads());
+            let client = clients.swap_remove(which);
+            common.ghosts.extend(client.reads());
+            common.abandoned += client.outstanding();
         }
         common.step_held(disk);
         for _ in 0..chance.below(4) {
