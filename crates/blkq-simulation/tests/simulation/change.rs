@@ -69,6 +69,12 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
     make(world, change);
 }
 
+/// Whether a change that began at `begun_ns` may fail because requests in flight did not complete in time.
+pub fn may_be_busy(world: &World, begun_ns: u64) -> bool {
+    let is_late = simulation::time_ns() - begun_ns >= FREEZE_NS;
+    world.common.slow || is_late && world.waited < STEPS_PER_REQUEST * world.requests_in_flight()
+}
+
 pub fn grow(world: &Rc<RefCell<World>>) {
     let bytes = world.borrow().sectors_max << 9;
     make(world, Change::Resize(Some(bytes)));
@@ -103,8 +109,8 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         Change::Resize(bytes) => disk.resize(*bytes).map(drop),
     };
     let mut world = world.borrow_mut();
-    let in_flight = world.requests_in_flight();
-    let World { common, seen, waited, .. } = &mut *world;
+    let may_be_busy = may_be_busy(&world, begun_ns);
+    let World { common, seen, .. } = &mut *world;
     seen.changes += 1;
     if let Err(error) = &result {
         seen.refused_changes += 1;
@@ -114,11 +120,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
                 common.errors_allowed
             }
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
-            // Requests in flight did not complete in time.
-            (_, ErrorKind::Busy) => {
-                let is_late = simulation::time_ns() - begun_ns >= FREEZE_NS;
-                common.slow || is_late && *waited < STEPS_PER_REQUEST * in_flight
-            }
+            (_, ErrorKind::Busy) => may_be_busy,
             (_, ErrorKind::Held) => common.holding.is_some(),
             _ => false,
         };

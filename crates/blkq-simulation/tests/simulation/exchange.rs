@@ -7,6 +7,9 @@ use std::sync::Arc;
 
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
+use blkq_simulation as simulation;
+
+use super::change::may_be_busy;
 use super::life::World;
 
 /// The first driver of a device, which declares FUA only if `has_fua` is set.
@@ -87,15 +90,17 @@ fn exchange(world: &Rc<RefCell<World>>) {
         let inner = world.server.as_ref().expect("a life has a server").first_driver.clone();
         (world.disk(), Declared { inner, has_fua })
     };
+    let begun_ns = simulation::time_ns();
     let replaced = disk.begin_exchange().and_then(|exchange| exchange.replace(Arc::new(driver)));
     let mut world = world.borrow_mut();
+    let may_be_busy = may_be_busy(&world, begun_ns);
     let World { common, seen, .. } = &mut *world;
     common.tick();
     match replaced {
         Ok(_) => seen.exchanges += 1,
         Err(error) => {
             let may_be = match error.kind() {
-                ErrorKind::Busy => common.slow,
+                ErrorKind::Busy => may_be_busy,
                 ErrorKind::Held => common.holding.is_some(),
                 _ => false,
             };
