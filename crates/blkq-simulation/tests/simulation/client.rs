@@ -325,6 +325,7 @@ impl Client {
     /// Reads, after the server has stopped, everything that it sent.
     pub fn read_rest(&mut self, chance: &mut Random, common: &mut Common) {
         if std::mem::take(&mut self.silent) {
+            // It may have noticed at a write that the server closed the connection.
             self.closed = false;
             self.output.clear();
         }

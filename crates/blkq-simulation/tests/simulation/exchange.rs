@@ -6,7 +6,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
-
 use blkq_simulation as simulation;
 
 use super::change::may_be_busy;

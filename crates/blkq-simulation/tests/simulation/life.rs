@@ -38,7 +38,8 @@ pub const TURNS_MAX: u64 = 200_000;
 /// Timeout of transfers in a world with clients that do not read.
 const SILENCE_TIMEOUT_S: u64 = 600;
 /// How long an orderly stop may take while no storage is slow, whatever clients do.
-const STOP_NS_MAX: u64 = 5_000_000_000;
+const STOP_NS_MAX: u64 = 5 * NS_PER_SECOND;
+const NS_PER_SECOND: u64 = 1_000_000_000;
 
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
@@ -155,7 +156,7 @@ pub struct Seen {
     pub reissued: u64,
     pub failed: u64,
     pub held_with: [bool; SchedulerKind::ALL.len()],
-    /// Clients that stopped to read.
+    /// Clients that have stopped reading.
     pub silent: u64,
     /// Orderly stops while such clients had unanswered requests.
     pub silent_stops: u64,
@@ -608,7 +609,7 @@ fn drain(
             client.transfer(chance, common);
             assert!(!client.closed || client.silent, "the server closed the connection");
         }
-        let is_late = simulation::time_ns() - begun_ns > SILENCE_TIMEOUT_S * 500_000_000;
+        let is_late = simulation::time_ns() - begun_ns > SILENCE_TIMEOUT_S * NS_PER_SECOND / 2;
         assert!(
             !is_late || clients.iter().all(|client| !client.silent),
             "clients that do not read delay others"

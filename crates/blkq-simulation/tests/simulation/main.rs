@@ -44,7 +44,7 @@ const LIMITS: &str = "limits_hold";
 const HOLDS: &str = "held_requests";
 const EXCHANGES: &str = "exchanged_drivers";
 const SILENCE: &str = "silent_clients";
-const GREED: &str = "greedy_machines";
+const GREEDY: &str = "greedy_machines";
 
 /// Runs a seed. If it fails, the message names the seed and the line for known_seeds.txt.
 fn run_named<T: Send + 'static>(seed: u64, world: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
@@ -66,7 +66,7 @@ fn run_machine(seed: u64) -> vhost::Seen {
 }
 
 fn run_greedy(seed: u64) -> (u64, u64) {
-    run_named(seed, GREED, move || vhost::be_greedy(seed))
+    run_named(seed, GREEDY, move || vhost::fill_rings(seed))
 }
 
 /// The seeds to run: the seed that the user names, or a range.
@@ -180,7 +180,7 @@ fn exchanged_drivers() {
     assert!(count < 100 || exchanges > 0);
 }
 
-/// Clients stop to read. They delay neither the requests of others nor an orderly stop.
+/// Clients stop reading. They delay neither the requests of others nor an orderly stop.
 #[test]
 fn silent_clients() {
     let Range { start: first, end } = chosen_seeds();
@@ -221,7 +221,7 @@ fn known_seeds() {
             HOLDS => Worlds::of(seed).with_holds(),
             EXCHANGES => Worlds::of(seed).with_exchanges(),
             SILENCE => Worlds::of(seed).with_silence(),
-            GREED => {
+            GREEDY => {
                 run_greedy(seed);
                 continue;
             }

@@ -19,7 +19,7 @@ pub struct Worlds {
     pub limits: bool,
     pub holds: bool,
     pub exchanges: bool,
-    /// Whether clients stop to read, for ever, with requests in flight.
+    /// Whether clients stop reading, for ever, with requests in flight.
     pub silence: bool,
 }
 
@@ -54,7 +54,7 @@ impl Worlds {
         Worlds { exchanges: true, limits: false, ..self }
     }
 
-    /// Adds clients that stop to read, and removes limits.
+    /// Adds clients that stop reading, and removes limits.
     pub const fn with_silence(self) -> Worlds {
         Worlds { silence: true, limits: false, ..self }
     }

@@ -31,7 +31,7 @@ const REPLIES: u64 = 20;
 
 /// Runs `seed`. Returns the number of turns that did all that a turn may do for a ring, and the digest of the kernel's
 /// operations.
-pub fn be_greedy(seed: u64) -> (u64, u64) {
+pub fn fill_rings(seed: u64) -> (u64, u64) {
     let (setup, world) = begin(seed, None, Worlds::NONE);
     {
         let world = &mut *world.borrow_mut();
@@ -46,9 +46,9 @@ pub fn be_greedy(seed: u64) -> (u64, u64) {
     let full = {
         let World { chance, common, machine, server, .. } = &mut *world.borrow_mut();
         let (machine, Server { engine, .. }) = (machine.as_mut().unwrap(), server.as_mut().unwrap());
-        // While the front end waited, the machine worked as others do.
+        // While the front end waited for the device, the machine sent requests as in the other worlds.
         machine.drain(common, engine, TURNS_MAX);
-        let mut greed: Vec<Greed> = machine.rings.iter().map(|_| Greed::default()).collect();
+        let mut offered: Vec<Offered> = machine.rings.iter().map(|_| Offered::default()).collect();
         write_headers(&machine.guest);
         let source = setup.serve(engine, Worlds::NONE);
         let (mut client, socket) = Client::new(chance, "");
@@ -56,13 +56,13 @@ pub fn be_greedy(seed: u64) -> (u64, u64) {
         let (mut full, mut turns) = (0, 0);
         let enough = common.replies + REPLIES;
         while common.replies < enough {
-            for (index, greed) in greed.iter_mut().enumerate() {
-                greed.fill(machine, index, chance);
+            for (index, offered) in offered.iter_mut().enumerate() {
+                offered.fill(machine, index, chance);
             }
             client.act(chance, common);
             engine.turn();
-            for (index, greed) in greed.iter_mut().enumerate() {
-                let done = greed.take_used(machine, index);
+            for (index, offered) in offered.iter_mut().enumerate() {
+                let done = offered.take_used(machine, index);
                 assert!(
                     done < TURN_ITEMS + TABLE as usize,
                     "a turn processed {done} descriptors of one ring"
@@ -72,16 +72,16 @@ pub fn be_greedy(seed: u64) -> (u64, u64) {
             turns += 1;
             assert!(turns < TURNS_MAX, "a guest keeps another client of the engine waiting");
         }
-        while !(client.is_idle() && greed.iter().all(|greed| greed.offered.is_empty())) {
+        while !(client.is_idle() && offered.iter().all(|offered| offered.descriptors.is_empty())) {
             client.transfer(chance, common);
             engine.turn();
-            for (index, greed) in greed.iter_mut().enumerate() {
-                greed.take_used(machine, index);
+            for (index, offered) in offered.iter_mut().enumerate() {
+                offered.take_used(machine, index);
             }
             turns += 1;
             assert!(turns < 2 * TURNS_MAX, "requests are not answered");
         }
-        // While the front end disconnects, the machine works as others do, and checks what changed.
+        // While the front end disconnects, the machine sends requests again, and checks which memory has changed.
         machine.guest.expect(&[(STATUS, 1), (DATA, TABLE * BUFFER_BYTES)]);
         full
     };
@@ -104,11 +104,11 @@ fn write_headers(guest: &Guest) {
 
 /// The requests of a ring: the number of descriptors by head.
 #[derive(Default)]
-struct Greed {
-    offered: BTreeMap<u16, usize>,
+struct Offered {
+    descriptors: BTreeMap<u16, usize>,
 }
 
-impl Greed {
+impl Offered {
     /// Makes requests available until the ring is full.
     fn fill(&mut self, machine: &mut Machine, index: usize, chance: &mut Random) {
         let Machine { guest, rings, .. } = machine;
@@ -120,7 +120,7 @@ impl Greed {
             offers.extend(data.map(|place| (DATA + place * BUFFER_BYTES, BUFFER_BYTES as u32, true)));
             offers.push((STATUS, 1, true));
             let head = ring.driver.add(guest, &offers, true);
-            self.offered.insert(head, offers.len());
+            self.descriptors.insert(head, offers.len());
         }
         rustix::io::write(&ring.kick, &1u64.to_ne_bytes()).unwrap();
     }
@@ -129,6 +129,6 @@ impl Greed {
     fn take_used(&mut self, machine: &mut Machine, index: usize) -> usize {
         let Machine { guest, rings, .. } = machine;
         let used = std::iter::from_fn(|| rings[index].driver.take_used(guest));
-        used.map(|(head, _)| self.offered.remove(&head).expect("a used chain was available")).sum()
+        used.map(|(head, _)| self.descriptors.remove(&head).expect("a used chain was available")).sum()
     }
 }

@@ -7,7 +7,7 @@ mod life;
 mod machine;
 mod wiring;
 
-pub use greedy::be_greedy;
+pub use greedy::fill_rings;
 pub use life::{Seen, live};
 pub use machine::Machine;
 pub use wiring::Tamper;
