@@ -121,28 +121,36 @@ impl Args {
         let stop = stop_on_signals()?;
         let (dialogue, rings) = Rings::open(&dir, &name, ring_bytes)
             .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
+        let recorded = self.record(&name, &dialogue, rings, &stop, is_stream);
+        // The files are complete, or `recorded` says why not. A second signal exits the process during this wait.
+        dialogue.end();
+        recorded
+    }
+
+    /// Writes the events until the trace ends, and then a summary.
+    fn record(
+        &self,
+        name: &str,
+        dialogue: &Dialogue,
+        rings: Rings,
+        stop: &AtomicBool,
+        is_stream: bool,
+    ) -> Outcome {
         let start = TraceStart {
-            name: &name,
+            name,
             queues: rings.queue_count(),
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
-        let outputs = match self.outputs(is_stream, &start) {
-            Ok(outputs) => outputs,
-            Err(failure) => {
-                dialogue.end();
-                return Err(failure);
-            }
-        };
         let mut tracing = Tracing {
-            outputs,
+            outputs: self.outputs(is_stream, &start)?,
             tracker: IoTracker::new(start.queues),
             filtered: self.filter.clone().map(Filtered::new),
             events: 0,
             lost: 0,
         };
         let begun = Instant::now();
-        let stopped = tracing.follow(&dialogue, rings, &stop, self.duration, self.progress());
+        let stopped = tracing.follow(dialogue, rings, stop, self.duration, self.progress());
         dialogue.give_up();
         let finished = tracing.finish();
         let mut line = format!(
@@ -151,8 +159,6 @@ impl Args {
             begun.elapsed().as_secs_f64(),
             tracing.lost
         );
-        // Waits only now: a second signal ends the process at once, and the files are complete.
-        dialogue.end();
         let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
         if let Some(omitted) = omitted {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
@@ -311,7 +317,9 @@ fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
             let _ = poll(&mut fds, None);
             for _ in signals.take() {
                 if stopped.swap(true, Ordering::SeqCst) {
-                    print_error(&Failure::new("stopped immediately; the output may be incomplete"));
+                    print_error(&Failure::new(
+                        "stopped immediately; only the files that the summary names are complete",
+                    ));
                     std::process::exit(i32::from(EXIT_FAILED));
                 }
             }

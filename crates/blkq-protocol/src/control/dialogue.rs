@@ -20,6 +20,10 @@ use crate::state::StateDir;
 /// Maximum number of files that the client sends with one step.
 pub const FILES_MAX: usize = 3;
 
+/// How long [`Dialogue::end`] waits. It is longer than a daemon waits for its engines, so only a daemon that does not
+/// respond exceeds it.
+const END_WAIT: Duration = Duration::from_secs(2);
+
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Committed {
     /// Path of the image that is served now.
@@ -51,9 +55,6 @@ pub struct BegunCommit {
 pub struct Dialogue {
     stream: UnixStream,
 }
-
-/// How long a daemon may take to end a dialogue. Only one that does not respond takes longer.
-const END_WAIT: Duration = Duration::from_secs(2);
 
 impl Dialogue {
     /// Waits for the first reply. Fails with the daemon's error, or if the daemon does not answer.
@@ -100,14 +101,14 @@ impl Dialogue {
         }
     }
 
-    /// Asks the daemon to cancel the command. The daemon still sends a reply.
+    /// Asks the daemon to end the command. The daemon then sends the reply of the command; a trace has none.
     pub fn give_up(&self) {
         // This fails only if the daemon has closed the connection.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Ends a dialogue without further replies, and waits until the daemon has cleaned up, so that the next command
-    /// does not find it busy.
+    /// Ends a command whose daemon sends no further reply (a trace). Waits until the daemon has closed the connection,
+    /// which it does after it has released the device for the next such command.
     pub fn end(self) {
         self.give_up();
         is_readable(&self.stream, Some(Instant::now() + END_WAIT));
