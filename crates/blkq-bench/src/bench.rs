@@ -50,7 +50,7 @@ impl Bench {
                 for (metric, value) in run.values {
                     case.add(metric, &[value]);
                 }
-                // The plan includes the time that a case takes before and after its run.
+                // Counts the whole case, with the start and stop of its processes. The end of the table corrects the sum.
                 self.progress.over_seconds += began.elapsed().as_secs_f64();
             }
         }

@@ -23,10 +23,14 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Creates the file at `path`, or opens the existing one, and fills it with `bytes`, a multiple of 1 MiB, of
-    /// random data, which no file system can compress or store as a hole. Without a path, it is a temporary file in
-    /// the current directory. Fails if the path is not a regular file, the file is in use, or is not empty and
-    /// `overwrite` is not set, or the file system has too little space or no direct I/O.
+    /// Creates the file at `path`, or opens the existing file, and fills it with random data, which no file system can
+    /// compress or store as a hole. `bytes` is the size of the file, a multiple of 1 MiB. If `path` is `None`, the file
+    /// is a temporary file in the current directory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the path is not a regular file, if the file is in use, if it is not empty and `overwrite` is not set,
+    /// or if the file system has too little space or does not support direct I/O.
     pub fn create(
         path: Option<&Path>,
         overwrite: bool,

@@ -56,7 +56,7 @@ explain the result, and the published result for comparison. ~ marks an effect t
 than its spread: measure longer, or on a machine with less load.
 
 Examples:
-  blkq bench all --quick             # all tables, in less than two minutes
+  blkq bench all --quick             # all tables, in two to three minutes
   blkq bench clock                   # the gain from reading the clock once per batch
   blkq bench peers --file /data/x    # a comparison with other servers, on this file system
   blkq bench all --report out        # writes out/index.html, with plots, and the raw figures
@@ -65,7 +65,7 @@ pub struct Arguments {
     /// The table to measure
     #[arg(value_enum)]
     pub what: What,
-    /// Measure fewer and shorter rounds: all tables take less than two minutes
+    /// Measure fewer and shorter rounds: all tables take two to three minutes
     #[arg(long)]
     pub quick: bool,
     /// Write the figures to FILE as JSON; - is standard output

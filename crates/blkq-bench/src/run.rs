@@ -27,8 +27,8 @@ pub fn run(arguments: &Arguments) -> Result {
     let pace = Pace { seconds, rounds, quick: arguments.quick };
     let chosen: Vec<_> =
         TABLES.iter().filter(|table| arguments.what == What::All || table.name == arguments.what).collect();
-    let planned = chosen.iter().map(|table| table.planned_seconds(arguments.quick)).sum();
-    let mut bench = Bench { pace, progress: Progress::new(planned), file: None };
+    let planned: Vec<f64> = chosen.iter().map(|table| table.planned_seconds(arguments.quick)).collect();
+    let mut bench = Bench { pace, progress: Progress::new(planned.iter().sum()), file: None };
     let began = Instant::now();
     let mut results = Results {
         schema: SCHEMA,
@@ -48,10 +48,10 @@ pub fn run(arguments: &Arguments) -> Result {
     }
     let mut planned_so_far = 0.0;
     arguments.print(print::LEGEND)?;
-    for table in chosen {
+    for (table, planned) in chosen.into_iter().zip(planned) {
         bench.pace = pace;
         let measured = (table.run)(&mut bench)?;
-        planned_so_far += table.planned_seconds(arguments.quick);
+        planned_so_far += planned;
         bench.progress.over_seconds = planned_so_far;
         bench.progress.clear();
         arguments.print(&format!("\n{}", print::table(&measured)))?;

@@ -30,7 +30,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// I/Os of 4 KiB as `rw` describes them, in words like those of fio: `randread`, `write`, `random write`. Each
+    /// I/Os of 4 KiB. The offsets are random if `rw` begins with `rand`, and the I/Os are writes if `rw` contains
+    /// `write`: values of fio's `--rw` such as `randread`, and names such as `random write`, but no mixed loads. Each
     /// completed I/O is replaced by a new one.
     pub fn new(rw: &str, depth: usize) -> Load {
         Load {

@@ -24,8 +24,10 @@ pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<FrontEnd> {
     FrontEnd::connect(socket, &Options { queues, slots: load.depth, data_bytes: load.block_bytes as usize })
 }
 
-/// Runs `load` on each queue for `length`, and waits until all requests have completed.
+/// Runs `load` on each queue for `length`, and waits until all requests have completed. `load` must have the depth and the
+/// block size that were passed to [`connect`], and no [`Load::ios_max`].
 pub fn run(front_end: &mut FrontEnd, load: &Load, length: Duration) -> Result<Run> {
+    assert!(load.ios_max.is_none(), "the load of a virtual machine has no maximum number of I/Os");
     let bytes = front_end.bytes;
     let queues = &mut front_end.queues;
     let (stopwatch, done) = together(queues, |queue| run_queue(queue, load, load.offsets(bytes), length))?;

@@ -19,7 +19,7 @@ const BETWEEN: f64 = 3.0;
 /// Vertical space below a row.
 const BELOW: f64 = 10.0;
 
-/// A bar from the beginning of the scale, which [`Plot::of_ratios`] determines, to `value`.
+/// A horizontal bar to `value`. The bar begins at 1 if the plot is [`Plot::of_ratios`], else at 0.
 pub struct Bar {
     pub value: f64,
     /// Smallest and largest value: the whisker.

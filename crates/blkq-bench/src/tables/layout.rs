@@ -24,7 +24,7 @@ const REGION_BYTES: u64 = 8 << 30;
 /// The I/Os of each thread.
 pub struct Work {
     load: Load,
-    /// Whether each I/O is a read or a write at random.
+    /// Whether each I/O is a read or a write with equal probability. If not, [`Load::write`] decides for all I/Os.
     mixed: bool,
 }
 

@@ -69,7 +69,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         "the modelled disk has a token bucket that is refilled every 50 ms: at its ceiling, the disk completes most \
          I/Os directly after a refill, and the others wait for the next refill"
     } else {
-        "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load"
+        "the ceiling of the modelled disk was not found, so no limit is active; repeat the measurement on a machine with \
+         less load"
     };
     let of_file = if file_found {
         "the file: a ceiling was found, because the latency is several times lower at a slightly lower rate, so the \

@@ -27,8 +27,8 @@ pub use queue::Queue;
 const CONFIG_BYTES: usize = 60;
 const CONFIG_HEADER_BYTES: usize = 12;
 
-/// The size of the device, in sectors of 512 bytes, and the number of queues, which is 0 if the server does not offer
-/// VIRTIO_BLK_F_MQ, from struct virtio_blk_config (virtio 1.2, 5.2.4).
+/// Parses struct virtio_blk_config (virtio 1.2, 5.2.4). Returns the size of the device in sectors of 512 bytes, and
+/// `num_queues`, which is valid only if the server offers VIRTIO_BLK_F_MQ.
 fn parse_config(bytes: &[u8; CONFIG_BYTES]) -> (u64, u16) {
     let [b0, b1, b2, b3, b4, b5, b6, b7, ..] = *bytes;
     let sectors = u64::from_le_bytes([b0, b1, b2, b3, b4, b5, b6, b7]);
@@ -76,6 +76,14 @@ impl FrontEnd {
         let protocol_features = accepted("protocol features", offered, PROTOCOL_REQUIRED, PROTOCOL_ACCEPTED)?;
         connection.send(connection::SET_PROTOCOL_FEATURES, &[protocol_features])?;
         connection.set(connection::SET_FEATURES, &[features], None)?;
+        let (sectors, count) = config(&mut connection)?;
+        // A server without VIRTIO_BLK_F_MQ has one queue.
+        let count = usize::from(count.max(1));
+        ensure(count >= options.queues, || {
+            format!("the server offers {count} queues; {} are required", options.queues)
+        })?;
+        let bytes =
+            sectors.checked_mul(512).ok_or_else(|| format!("the server reports {sectors} sectors"))?;
         let queue_bytes = queue::memory_bytes(options);
         let memory = Arc::new(SharedMemory::new(queue_bytes * options.queues)?);
         // One region, which begins at its own offset 0 in the file.
@@ -90,11 +98,7 @@ impl FrontEnd {
         for index in 0..options.queues as u32 {
             connection.set(connection::SET_VRING_ENABLE, &connection::vring_state(index, 1), None)?;
         }
-        let (sectors, offered) = config(&mut connection)?;
-        ensure(options.queues == 1 || usize::from(offered) >= options.queues, || {
-            format!("the server offers {offered} queues only")
-        })?;
-        Ok(FrontEnd { queues, bytes: sectors * 512, _connection: connection, memory })
+        Ok(FrontEnd { queues, bytes, _connection: connection, memory })
     }
 
     /// Size of the memory that the server maps, in bytes.

@@ -99,10 +99,12 @@ impl Queue {
         self.memory.store_u16(at + 14, next);
     }
 
-    /// Fills `slot`, which must not be in flight, with a read or a write of its data from `sector` on, in units of 512
-    /// bytes. The server sees the request after [`publish`](Queue::publish).
+    /// Fills `slot`, which must not be in flight, with a request that reads or writes the slot's whole data buffer.
+    /// `sector` is the first sector, in units of 512 bytes. The server sees the request after
+    /// [`publish`](Queue::publish).
     pub fn submit(&mut self, slot: usize, write: bool, sector: u64) {
-        assert!(!std::mem::replace(&mut self.in_flight[slot], true));
+        let was_in_flight = std::mem::replace(&mut self.in_flight[slot], true);
+        assert!(!was_in_flight, "slot {slot} is in flight");
         let place = self.slot_at(slot);
         // VIRTIO_BLK_T_IN or VIRTIO_BLK_T_OUT.
         self.memory.store_u32(place, u32::from(write));

@@ -131,8 +131,9 @@ pub fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<NamedRu
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
-/// Adds the ratios of `feature` to the other peers over the image in `metrics`, and the targets for ratios in the first
-/// of them: the title of a comparison, the base, and the bound. A target whose base was not measured is omitted.
+/// Adds to `comparison` the ratio of `feature` to each other peer that serves the image, in each of `metrics`. Adds to
+/// `table` the `targets` of this comparison: its title, the base, and the bound of the ratio in the first metric. A target
+/// whose base was not measured is omitted.
 pub fn relate(
     table: &mut Table,
     comparison: &mut Comparison,
@@ -297,7 +298,7 @@ impl Peer {
                 .per_io(Metric::ClientCpuNsPerIo, client.cpu.as_nanos() as u64)
                 .per_io(Metric::ClientSwitchesPerIo, client.context_switches);
         }
-        // No server is started for raw I/O.
+        // Raw I/O starts no server, and fio's direct I/O does not use the page cache.
         if let Way::Raw = self.way {
             return Ok(run);
         }

@@ -20,7 +20,6 @@ const QEMU_NBD: Peer = Peer::nbd(
     "qemu-nbd -f qcow2 -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}",
 );
 
-/// The main workload.
 const RANDOM: Job =
     Job::new("qcow2, 4 KiB random read of allocated clusters, depth 64", "randread", 4096, 64);
 const OVERWRITING: Job =
