@@ -72,18 +72,28 @@ fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Res
         .unwrap_or_else(|_| Err(failed("cannot open the image: its thread panicked".to_owned())))
 }
 
-/// If the image is in use, tries again for up to `wait`, because the kernel closes the files of a killed
-/// daemon only some time after its exit. `predecessor` identifies that daemon to the storage of the image.
-/// `device_bytes` is the size of the device that is taken over. Devices of `dir` may use the image.
+/// How the image of a device is opened.
+#[derive(Default)]
+pub(super) struct Opening {
+    /// The size of the device that is taken over.
+    pub(super) device_bytes: Option<u64>,
+    /// How long to wait for an image that is in use.
+    pub(super) wait: Duration,
+    /// Identifies the previous daemon to the storage of the image.
+    pub(super) predecessor: Option<String>,
+}
+
+/// Opens the image. If it is in use, tries again for up to the time of `opening`, because the kernel closes the files of
+/// a killed daemon only some time after its exit. Devices of `dir` may use the image.
 pub(super) fn open_driver(
     dir: &StateDir,
     options: &AttachOptions,
     ublk: bool,
-    device_bytes: Option<u64>,
-    wait: Duration,
-    predecessor: Option<String>,
+    opening: &Opening,
     journals: Option<Arc<Journals>>,
 ) -> Result<Opened, blkq::Error> {
+    let Opening { device_bytes, wait, ref predecessor } = *opening;
+    let predecessor = predecessor.clone();
     let driver_options =
         DriverOptions { predecessor, device_bytes, journals, ..driver_options(options, ublk) };
     // A Ceph cluster detects dead clients by a timeout of its own, so a short wait would be of no use.
@@ -300,7 +310,7 @@ mod tests {
         file.set_len(1 << 20).unwrap();
         let options = options(&[path.to_str().unwrap(), "--export", "nbd", "--format", "raw"]);
         let dir = scratch("released");
-        let open = |wait| open_driver(&dir, &options, false, None, wait, None, None);
+        let open = |wait| open_driver(&dir, &options, false, &Opening { wait, ..Opening::default() }, None);
         let holder = open(Duration::ZERO).unwrap();
         assert_eq!(open(Duration::ZERO).err().unwrap().kind(), ErrorKind::Busy);
         let release = std::thread::spawn(move || {

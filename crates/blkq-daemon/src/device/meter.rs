@@ -1,4 +1,4 @@
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use blkq::StatsSnapshot;
 use blkq::clock::monotonic_ns;
@@ -6,11 +6,14 @@ use blkq::sync::lock;
 use blkq::throttle::{Ceiling, RateLimits};
 use blkq_export::nbd::{NbdCounters, NbdServer};
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
-use blkq_protocol::group::Membership;
+use blkq_protocol::group::Joined;
 
 use super::running::Running;
 use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
+
+/// The group of a device. Replacing the value frees the device's slot in the previous group.
+pub(super) type Membership = Arc<Mutex<Option<Joined>>>;
 
 /// Reads the counters of a device. Holds only a weak reference, so it does not keep the device from stopping.
 #[derive(Clone)]

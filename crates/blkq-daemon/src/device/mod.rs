@@ -38,15 +38,15 @@ use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_protocol::control::NewSize;
+use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::Membership;
 use blkq_protocol::info::{CommitInfo, Confinement, DaemonState};
 use blkq_protocol::options::Record;
 
 use crate::sandbox::{self, Needs};
 
 use background::BackgroundThreads;
-use meter::Meter;
+use meter::{Membership, Meter};
 use running::{Running, flush_unless_held, flush_unless_stopped, stopping};
 use saved_settings::DeviceSettings;
 
@@ -64,8 +64,8 @@ pub struct Device {
     background: Mutex<Option<BackgroundThreads>>,
     attached: Attached,
     served: Mutex<Served>,
-    pub meter: Meter,
-    pub events: Events,
+    meter: Meter,
+    events: Events,
     /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
     /// that disconnect after it was set count.
     autoclear: AtomicBool,
@@ -108,6 +108,15 @@ struct Served {
 }
 
 impl Device {
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// `None` if the device has stopped.
+    pub fn statistics(&self) -> Option<Statistics> {
+        self.meter.statistics()
+    }
+
     /// Confines this thread and the threads that it creates from now on, unless the user disabled the
     /// sandbox. Before that, starts to watch the users of the block device, if the device detaches with its
     /// last user. Fails if the kernel supports a confinement but refuses it, or if the users cannot be
@@ -225,9 +234,9 @@ impl Device {
         let other = "detach the device and attach it with another size";
         let prepared = running.disk.prepare_resize(bytes);
         let after = prepared.map_err(|e| Failure::of(e, ErrorKind::Unsupported, other))?;
-        // This keeps new clients away, which would use the old size.
         let shrink = || format!("shrink from {} to {}", format_bytes(before), format_bytes(after));
         let unused = (after < before && !force).then(|| running.claim_unused(user)).transpose();
+        // New clients, which would use the old size, are kept away until this guard is dropped.
         let _unused = unused.map_err(|failure| failure.during(shrink()))?;
         let bytes = match &running.servers.unaligned {
             Some(lock) => lock.resize(&running.disk, bytes)?,

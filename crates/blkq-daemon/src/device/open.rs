@@ -17,10 +17,10 @@ use super::background::BackgroundThreads;
 use super::disk::ServedDisk;
 use super::events::{Events, new_event};
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
-use super::image::{absolute, image_name, keep_format, keep_size, serves_bytes, with_ceph_files};
+use super::image::{Opening, absolute, image_name, keep_format, keep_size, serves_bytes, with_ceph_files};
 use super::listen::Sockets;
 use super::meter::Meter;
-use super::opened::{Children, Opened, Opening};
+use super::opened::{Children, Opened};
 use super::running::Running;
 use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
@@ -55,7 +55,7 @@ impl Device {
         let exports = choose_exports(&options, &inherited)?;
         let has_block_device = exports.ublk;
         let sockets = Sockets::new(&options, claim, exports.nbd, inherited)?;
-        let before = claim.before(&image_name(&options.image));
+        let before = claim.predecessor_of(&image_name(&options.image));
         let wait = if before.is_some() { DYING_WAIT } else { IN_USE_WAIT };
         let predecessor = before.and_then(|before| before.owner.clone());
         // Checked before the image is opened, because opening may change it.
@@ -159,7 +159,7 @@ impl Device {
         saved.apply_to(&mut options);
         let options = &options;
         let idle = new_event()?;
-        let is_after = is_successor || claim.before(&image_name(&options.image)).is_some();
+        let is_after = is_successor || claim.predecessor_of(&image_name(&options.image)).is_some();
 
         let opened = Opened::new(options, claim, &sockets, has_block_device.then_some(&idle), opening)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;

@@ -2,7 +2,6 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::Journals;
@@ -14,41 +13,12 @@ use blkq_protocol::options::AttachOptions;
 use blkq_protocol::state::{Claim, StateDir};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-use super::image::{ceph_mounts, image_name, journals, open_driver, refusal};
+use super::image::{Opening, ceph_mounts, image_name, journals, open_driver, refusal};
 use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
 use crate::pid_file::real_path;
 use crate::sandbox::{self, Needs};
 
 pub(super) type Children = (SetupProcess, IdleWatch);
-
-/// How the image of a device is opened.
-#[derive(Default)]
-pub(super) struct Opening {
-    /// The size of the device that is taken over.
-    pub(super) device_bytes: Option<u64>,
-    /// How long to wait for an image that is in use.
-    pub(super) wait: Duration,
-    /// Identifies the previous daemon to the storage of the image.
-    pub(super) predecessor: Option<String>,
-}
-
-impl Opening {
-    /// Fails if another device that waits for its next daemon uses the image.
-    fn open(
-        &self,
-        options: &AttachOptions,
-        claim: &Claim,
-        ublk: bool,
-        journals: Option<Arc<Journals>>,
-    ) -> Outcome<blkq_drivers::Opened> {
-        let Opening { device_bytes, wait, predecessor } = self;
-        let opened =
-            open_driver(claim.dir(), options, ublk, *device_bytes, *wait, predecessor.clone(), journals);
-        let opened = opened.map_err(|error| refusal(error, options, claim))?;
-        // A daemon may have exited since the check before the image was opened.
-        claim.dir().check_not_waiting(claim.name(), options).map(|()| opened)
-    }
-}
 
 pub(super) struct Opened {
     /// A name that other processes understand.
@@ -73,7 +43,13 @@ impl Opened {
         idle_event: Option<&Arc<OwnedFd>>,
         opening: Opening,
     ) -> Outcome<Opened> {
-        let open = |journals| opening.open(options, claim, idle_event.is_some(), journals);
+        let open = |journals| {
+            let opened = open_driver(claim.dir(), options, idle_event.is_some(), &opening, journals);
+            let opened = opened.map_err(|error| refusal(error, options, claim))?;
+            // A daemon may have exited since the check before the image was opened, and its device may wait for the
+            // next daemon.
+            claim.dir().check_not_waiting(claim.name(), options).map(|()| opened)
+        };
         // The path must be resolved before the mount on which the image is may be detached.
         let image = image_name(&options.image);
         // An RBD image must be opened after the processes are forked, because its client library has threads.

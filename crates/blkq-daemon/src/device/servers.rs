@@ -182,7 +182,7 @@ impl StoppingServers<'_> {
 pub(super) struct Connected(pub(super) usize);
 
 impl Connected {
-    /// Says that the clients are connected, and the pronoun for them.
+    /// Returns a clause such as "2 clients are connected", and the pronoun for these clients.
     fn describe(self) -> (String, &'static str) {
         let (are, them) = if self.0 == 1 { ("client is", "it") } else { ("clients are", "them") };
         (format!("{} {are} connected", self.0), them)
@@ -195,8 +195,7 @@ impl Connected {
 
     pub(super) fn not_handed_over(self) -> Failure {
         let (connected, them) = self.describe();
-        let rule = "cannot be handed to another daemon";
-        Failure::new(format!("{connected} and {rule}; disconnect {them} first"))
+        Failure::new(format!("{connected} and cannot be handed to another daemon; disconnect {them} first"))
     }
 }
 

@@ -272,9 +272,9 @@ mod tests {
     use blkq_protocol::state::parse_state;
 
     use super::super::Served;
+    use super::super::image::Opening;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
-    use super::super::opened::Opening;
     use super::*;
 
     /// The file was written by an older version, whose daemons stored settings as the user had typed them.

@@ -52,8 +52,9 @@ impl Device {
         Ok(())
     }
 
-    /// Closes everything except the block device. After this process has exited, the next daemon reissues the
-    /// I/O in flight. Fails if another daemon could not take over a block device; the device keeps running.
+    /// Closes everything except the block device, or the record of requests in flight that the vhost-user front end
+    /// has. After this process has exited, the next daemon reissues the I/O in flight. Fails if another daemon could
+    /// not continue the device; the device keeps running.
     /// Also fails if the last writes cannot be made durable; then this daemon keeps the device, but without
     /// clients.
     pub fn leave(&self) -> Outcome {
@@ -74,7 +75,9 @@ impl Device {
             ),
             _ => None,
         };
-        why.map_or(Ok(()), |why| Err(Failure::new(why)))?;
+        if let Some(why) = why {
+            return Err(Failure::new(why));
+        }
         // A client that connects from here on is rejected.
         let paused = if guest.is_some() { running.servers.pause_nbd() } else { running.servers.pause() };
         let _unused = paused.map_err(Connected::not_handed_over)?;

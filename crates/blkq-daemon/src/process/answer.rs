@@ -19,8 +19,8 @@ use crate::log;
 /// More commands at the same time are rejected.
 pub(super) const ANSWERING_MAX: usize = 16;
 
-/// A daemon that stops gives all clients for which it has no thread [`LEAVE_WAIT`] together. When that is over, it waits
-/// this long for each command of which something has arrived.
+/// How long the main thread of a stopping daemon waits for the rest of a command that has begun to arrive, once the
+/// clients that get no thread have used up the [`LEAVE_WAIT`] that they share.
 const SENT_WAIT: Duration = Duration::from_millis(1);
 
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
@@ -101,7 +101,7 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
     let reply = match request {
         Request::Ping {} => reply_line(Ok(())),
         Request::Show {} => reply_line(shared.device.info()),
-        Request::Stat {} => reply_line(Ok(shared.device.meter.statistics())),
+        Request::Stat {} => reply_line(Ok(shared.device.statistics())),
         Request::Set { settings } => reply_line(shared.set(&settings, &permit).inspect_err(refused)),
         Request::Resize { size, grow_by, force, user } => {
             let new = match (size, grow_by) {

@@ -113,7 +113,7 @@ impl Serve for Daemon {
         // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
-            let events = &self.shared.device.events;
+            let events = self.shared.device.events();
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
                 PollFd::new(&self.signals, PollFlags::IN),

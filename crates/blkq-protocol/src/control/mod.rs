@@ -31,7 +31,7 @@ use crate::failure::similar::closest;
 use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
-use crate::state::{DYING_WAIT, Found, StateDir, json_line, last_words};
+use crate::state::{DYING_WAIT, Found, StateDir, json_line, quote_last_line};
 pub use stopped::is_readable;
 use stopped::{Stopped, connect, wait_for};
 
@@ -331,10 +331,10 @@ fn wait_for_stop(
 /// The work that is left until a daemon stops.
 struct Remaining {
     what: String,
-    /// Requests are held after I/O errors. The kernel writes dirty pages back when the last user closes the block
-    /// device, and these writes may fail.
+    /// Whether requests are held after I/O errors. This can become true during the wait: the kernel writes dirty pages
+    /// back when the last user closes the block device, and these writes may fail.
     is_held: bool,
-    /// All I/O is complete, but clients have not read all their replies.
+    /// Whether all I/O is complete, but clients have not read all their replies.
     of_clients: bool,
 }
 
@@ -451,7 +451,7 @@ pub fn no_such_device(name: &str) -> Failure {
 
 /// The stale files of the daemon were just removed.
 pub fn died(name: &str, last_log_line: &str) -> Failure {
-    let why = last_words(last_log_line);
+    let why = quote_last_line(last_log_line);
     Failure::new(format!(
         "{name}: the daemon was killed or crashed ({why}), and its stale files were removed; attach the image again"
     ))

@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -277,10 +277,6 @@ impl Joined {
         &self.name
     }
 }
-
-/// The group of a device, which can change while the device is served. The slot in the previous group becomes free
-/// then.
-pub type Membership = Arc<Mutex<Option<Joined>>>;
 
 /// Number of slots up to the last one in use.
 fn used_slots(file: &File) -> usize {

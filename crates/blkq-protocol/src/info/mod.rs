@@ -122,7 +122,8 @@ pub struct StateFile {
 }
 
 impl StateFile {
-    /// Whether the device has [`StateFile::guest_options`].
+    /// Whether the device is the disk of a virtual machine that the next daemon can serve. False if this program does
+    /// not understand the attach options.
     pub fn is_guest(&self) -> bool {
         matches!(self.guest_options(), Ok(Some(_)))
     }

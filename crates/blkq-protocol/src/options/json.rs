@@ -13,7 +13,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::values::{image_text, parse_hang_warning, parse_image, parse_mode};
+use super::values::{image_text, parse_hang_warning, parse_image};
 
 pub trait Json: Sized {
     type Form: Serialize + DeserializeOwned;
@@ -108,19 +108,6 @@ impl Json for Duration {
     }
 }
 
-/// The permissions of a file, as octal digits for chmod(1). No other option of this type uses this form.
-impl Json for u32 {
-    type Form = String;
-
-    fn form(&self) -> String {
-        format!("{self:03o}")
-    }
-
-    fn read(digits: String) -> Result<u32, String> {
-        parse_mode(&digits)
-    }
-}
-
 macro_rules! by_name {
     ($($type:ty: |$value:ident| $name:expr;)*) => {$(
         impl Json for $type {
@@ -146,4 +133,21 @@ by_name! {
     FaultSpec: |spec| spec.to_string();
     LimitMode: |limits| limits.to_string();
     ErrorPolicy: |policy| policy.to_string();
+}
+
+/// Permissions of files as octal digits, as for chmod(1).
+pub mod octal {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::options::values::parse_mode;
+
+    pub fn serialize<S: Serializer>(mode: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
+        mode.map(|mode| format!("{mode:03o}")).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+        let digits = Option::<String>::deserialize(deserializer)?;
+        digits.map(|digits| parse_mode(&digits)).transpose().map_err(D::Error::custom)
+    }
 }

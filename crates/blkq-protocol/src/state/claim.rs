@@ -280,7 +280,7 @@ impl Claim {
 
     /// The state of the previous daemon of this name if that daemon served `image` and died. Then its last writes may
     /// still be in flight.
-    pub fn before(&self, image: &str) -> Option<&StateFile> {
+    pub fn predecessor_of(&self, image: &str) -> Option<&StateFile> {
         self.before.as_ref().filter(|before| before.image == image)
     }
 

@@ -268,9 +268,9 @@ impl StateDir {
         if found.is_empty() {
             return Ok(());
         }
+        // If a raw image were opened as qcow2, its contents, which a client may have written, would choose further
+        // files to open.
         let is_other = |(before, now): (&RecordedBacking, &BackingFile)| before.qcow2 != now.qcow2;
-        // A raw image that is opened as qcow2 would decide by its contents, which a client may have written, which
-        // files are opened.
         if before.iter().zip(&found).any(is_other) {
             return Err(Failure::new(format!(
                 "a backing file of {} has another format than before; run `blkq detach {}`, and check the image with \
@@ -583,7 +583,7 @@ mod tests {
         claim.keep(true);
         drop(claim);
         let claim = dir.claim_for_successor("a").unwrap();
-        let before = claim.before("rbd:p/i").and_then(|before| before.owner.clone());
+        let before = claim.predecessor_of("rbd:p/i").and_then(|before| before.owner.clone());
         assert_eq!(before.as_deref(), Some("192.0.2.1:0/1"));
         assert_eq!(owner(), before);
         claim.write_owner(None).unwrap();

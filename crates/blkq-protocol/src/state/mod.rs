@@ -36,7 +36,7 @@ pub use claim::{Claim, Dead, Orphan};
 pub use dying::{DYING_WAIT, ProcessState};
 pub(crate) use files::json_line;
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
-pub(crate) use remains::last_words;
+pub(crate) use remains::quote_last_line;
 pub use remains::{Fate, Found, Remains};
 
 /// Environment variable with the path of the state directory, instead of the default.

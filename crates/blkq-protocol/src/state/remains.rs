@@ -174,7 +174,7 @@ pub(super) fn orphaned(name: &str, exports: &[String]) -> String {
 fn died(remains: &Remains, is_guest: bool) -> String {
     let Remains { name, pid, log_lines, recoverable, .. } = remains;
     let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-    let why = last_words(log_lines.last().map_or("", String::as_str));
+    let why = quote_last_line(log_lines.last().map_or("", String::as_str));
     let hint = match (is_guest, recoverable) {
         (true, _) => format!("run `blkq recover {name}` to serve its virtual machine again"),
         (false, true) => format!("run `blkq recover {name}` to serve it again with its options and settings"),
@@ -185,8 +185,8 @@ fn died(remains: &Remains, is_guest: bool) -> String {
     )
 }
 
-/// The reason for the exit of a daemon, as far as the last line of its log says. `line` is empty if there is none.
-pub(crate) fn last_words(line: &str) -> String {
+/// Quotes the last log line of a daemon that died, for a message. `line` is empty if the log is.
+pub(crate) fn quote_last_line(line: &str) -> String {
     if line.is_empty() { "empty log".to_owned() } else { format!("last log line: {line}") }
 }
 

@@ -1,4 +1,4 @@
-//! Signals, locks, time and the sandbox, as the operating system has them.
+//! Signals, locks, files, time and kernel features, as the operating system provides them.
 
 pub mod kernel;
 pub mod record_lock;
@@ -15,8 +15,8 @@ pub fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// The names of the files in a directory, without `suffix` and sorted, as far as they are names according to
-/// `is_name`. A directory that does not exist has none.
+/// Lists the files in `directory` whose names end with `suffix`: sorted, without the suffix, and only the names that
+/// `is_name` accepts. Returns an empty list if the directory does not exist.
 pub(crate) fn file_names(
     directory: &std::path::Path,
     suffix: &str,
