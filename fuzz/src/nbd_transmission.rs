@@ -216,7 +216,7 @@ pub fn check(data: &[u8]) {
                 match request.command {
                     Command::Read => {
                         content = request.length as usize;
-                        session.replies.data(to, request.length as u32, &mut reply);
+                        session.replies.data(to, to.offset, request.length as u32, true, &mut reply);
                     }
                     Command::BlockStatus => {
                         let length = request.length;

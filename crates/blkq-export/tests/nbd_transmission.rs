@@ -243,7 +243,7 @@ fn simple_replies_match_the_specification() {
     let style = ReplyStyle::Simple;
     let head = |error| [0x67, 0x44, 0x66, 0x98, 0, 0, 0, error, 1, 2, 3, 4, 5, 6, 7, 8];
     assert_eq!(written(|out| style.done(TO, out)), head(0));
-    assert_eq!(written(|out| style.data(TO, 512, out)), head(0));
+    assert_eq!(written(|out| style.data(TO, TO.offset, 512, true, out)), head(0));
     assert_eq!(written(|out| style.error(TO, NbdError::NoSpace, out)), head(28));
 }
 
@@ -254,7 +254,7 @@ fn structured_replies_match_the_specification() {
     assert_eq!(written(|out| style.done(TO, out)), none);
     let data =
         [0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 2, 8, 0, 0, 0, 0, 0, 0, 0x10, 0];
-    assert_eq!(written(|out| style.data(TO, 512, out)), data);
+    assert_eq!(written(|out| style.data(TO, TO.offset, 512, true, out)), data);
     let error = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0x80, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 6, 0, 0, 0, 5, 0, 0];
     assert_eq!(written(|out| style.error(TO, NbdError::Io, out)), error);
     let extents = [StatusExtent { length: 0x1000, flags: 3 }, StatusExtent { length: 9 << 32, flags: 0 }];
@@ -296,7 +296,7 @@ fn extended_replies_match_the_specification() {
     assert_eq!(written(|out| style.done(TO, out)), head(0, 0));
     let mut data = head(1, 108);
     data.extend([0, 0, 0, 0, 0, 0, 0x10, 0]);
-    assert_eq!(written(|out| style.data(TO, 100, out)), data);
+    assert_eq!(written(|out| style.data(TO, TO.offset, 100, true, out)), data);
     let mut error = head(0x8001, 6);
     error.extend([0, 0, 0, 75, 0, 0]);
     assert_eq!(written(|out| style.error(TO, NbdError::Overflow, out)), error);

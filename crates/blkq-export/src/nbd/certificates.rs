@@ -8,16 +8,19 @@ use std::sync::Arc;
 
 use blkq::sync::{Mutex, lock};
 use blkq::{Error, ErrorKind};
+use rustls::client::danger::HandshakeSignatureValid;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime};
-use rustls::server::danger::ClientCertVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, InconsistentKeys, OtherError, RootCertStore,
+    ServerConfig, SignatureScheme,
+};
 use webpki::{BorrowedCertRevocationList, CertRevocationList};
 
-use super::verifier::UsageVerifier;
 use super::x509::CertificateUse;
 
 /// File names in a certificate directory, as QEMU, libvirt and nbdkit use them.
@@ -60,15 +63,6 @@ struct Loaded {
     warnings: Vec<String>,
 }
 
-/// The effect of an authority in `ca-cert.pem` that has expired or is not valid yet.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Outdated {
-    /// Loading fails.
-    Reject,
-    /// The clients of the authority are refused.
-    Exclude,
-}
-
 impl fmt::Debug for TlsCertificates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TlsCertificates").field("directory", &self.directory).finish_non_exhaustive()
@@ -82,7 +76,7 @@ impl TlsCertificates {
     /// # Errors
     /// Returns an error that names the file that is missing, cannot be used, or does not match the others.
     pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
-        TlsCertificates::read(directory, Outdated::Reject)
+        TlsCertificates::read(directory, false)
     }
 
     /// As [`TlsCertificates::load`], for a server that continues a device in use, which must not hang because of
@@ -92,13 +86,13 @@ impl TlsCertificates {
     /// # Errors
     /// The other errors of [`TlsCertificates::load`].
     pub fn load_valid_authorities(directory: &Path) -> Result<TlsCertificates, Error> {
-        TlsCertificates::read(directory, Outdated::Exclude)
+        TlsCertificates::read(directory, true)
     }
 
-    fn read(directory: &Path, outdated: Outdated) -> Result<TlsCertificates, Error> {
+    fn read(directory: &Path, exclude_outdated: bool) -> Result<TlsCertificates, Error> {
         let directory = std::path::absolute(directory)
             .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
-        let loaded = Arc::new(Mutex::new(Loaded::read(&directory, outdated)?));
+        let loaded = Arc::new(Mutex::new(Loaded::read(&directory, exclude_outdated)?));
         Ok(TlsCertificates { directory, loaded })
     }
 
@@ -109,7 +103,7 @@ impl TlsCertificates {
     /// As [`TlsCertificates::load`], and [`ErrorKind::Invalid`] if `ca-cert.pem` was removed, as clients
     /// would then need no certificate.
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
-        let loaded = Loaded::read(&self.directory, Outdated::Reject)?;
+        let loaded = Loaded::read(&self.directory, false)?;
         if self.verifies_clients() && !loaded.verifies_clients {
             let why = "the file was removed, and without it every client could connect without a certificate; \
                 put it back";
@@ -140,14 +134,15 @@ impl TlsCertificates {
 }
 
 impl Loaded {
-    fn read(directory: &Path, outdated: Outdated) -> Result<Loaded, Error> {
+    /// Authorities that are not valid now are left out with `exclude_outdated`, else they are an error.
+    fn read(directory: &Path, exclude_outdated: bool) -> Result<Loaded, Error> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let identity = identity(directory, &provider)?;
         let why = identity.cert.first().and_then(|leaf| server_flaw(leaf, UnixTime::now()));
         let named = |why| invalid(&directory.join(CERTIFICATE), &why);
         let warning = |why| format!("clients that verify the server may refuse it: {}", named(why));
         let mut warnings: Vec<String> = why.map(warning).into_iter().collect();
-        let verifier = verifier(directory, &provider, outdated, &mut warnings)?;
+        let verifier = verifier(directory, &provider, exclude_outdated, &mut warnings)?;
         let verifies_clients = verifier.is_some();
         let builder = ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -225,7 +220,7 @@ fn unusable(error: &rustls::Error) -> String {
 fn verifier(
     directory: &Path,
     provider: &Arc<CryptoProvider>,
-    outdated: Outdated,
+    exclude_outdated: bool,
     warnings: &mut Vec<String>,
 ) -> Result<Option<Arc<dyn ClientCertVerifier>>, Error> {
     let (authority, revoked) = (directory.join(AUTHORITY), directory.join(REVOKED));
@@ -242,7 +237,7 @@ fn verifier(
         .map_err(|why| invalid(&authority, &why))?;
     for why in &authorities.outdated {
         let error = invalid(&authority, why);
-        if outdated == Outdated::Reject {
+        if !exclude_outdated {
             return Err(error);
         }
         warnings.push(format!("the clients of an authority are refused: {error}"));
@@ -267,6 +262,90 @@ fn verifier(
         _ => invalid(&authority, &e),
     })?;
     Ok(Some(Arc::new(UsageVerifier { inner: verifier, has_authority })))
+}
+
+/// The reason why a certificate that webpki accepts is rejected: its keyUsage does not allow the use.
+#[derive(Debug)]
+pub(super) struct UsageError(&'static str);
+
+impl fmt::Display for UsageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for UsageError {}
+
+/// Verifies client certificates as `inner` does, and that keyUsage allows their use, which webpki does not check.
+#[derive(Debug)]
+struct UsageVerifier {
+    inner: Arc<dyn ClientCertVerifier>,
+    /// Whether an authority is valid. If not, all clients are refused; `inner` does not check this.
+    has_authority: bool,
+}
+
+fn check_usage(own: &CertificateDer<'_>, chain: &[CertificateDer<'_>]) -> Result<(), CertificateError> {
+    let parse = |der: &CertificateDer<'_>| CertificateUse::parse(der).ok_or(CertificateError::BadEncoding);
+    let refuse = |why| Err(CertificateError::Other(OtherError(Arc::new(UsageError(why)))));
+    // The client's own certificate must be allowed to sign the handshake (RFC 8446, 4.4.2.2).
+    if !parse(own)?.may_sign() {
+        return refuse("the keyUsage of the client's certificate lacks digitalSignature");
+    }
+    for intermediate in chain {
+        let usage = parse(intermediate)?;
+        // An intermediate authority must be allowed to sign certificates (RFC 5280, 6.1.4). A certificate that
+        // is not an authority cannot be part of the chain, so its keyUsage does not matter.
+        if usage.is_authority && !usage.may_sign_certificates() {
+            return refuse("the keyUsage of an intermediate certificate lacks keyCertSign");
+        }
+    }
+    Ok(())
+}
+
+impl ClientCertVerifier for UsageVerifier {
+    fn client_auth_mandatory(&self) -> bool {
+        true
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.inner.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        own: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        if !self.has_authority {
+            return Err(CertificateError::UnknownIssuer.into());
+        }
+        let verified = self.inner.verify_client_cert(own, intermediates, now)?;
+        check_usage(own, intermediates)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.inner.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.inner.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.inner.supported_verify_schemes()
+    }
 }
 
 /// The authorities that may sign client certificates.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, DirtyExtent};
+use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState};
 use blkq::{Disk, Driver, Error, Extent, Status};
 
 use super::proto::AllocationFlags;
@@ -126,7 +126,7 @@ pub struct ContextStatus {
 }
 
 /// The contexts that a client chose. Queries of them run on a worker, because drivers may block.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct ChosenContexts {
     pub contexts: Contexts,
     pub bitmaps: Arc<[OfferedBitmap]>,
@@ -138,39 +138,27 @@ impl ChosenContexts {
     pub fn query(&self, disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<ContextStatus>, Status> {
         let of = |id: u32| {
             let extents = match id {
-                1 => extents(disk, range, max)?,
-                2 => depths(disk, range, max)?,
-                _ => self.dirty(id, disk, range, max)?,
+                1 => query_current_driver(disk, |driver| driver.extents(range.clone(), max))?
+                    .into_iter()
+                    .map(StatusExtent::from)
+                    .collect(),
+                2 => query_current_driver(disk, |driver| driver.allocation_depths(range.clone(), max))?
+                    .into_iter()
+                    .map(|run| StatusExtent { length: run.length, flags: run.depth })
+                    .collect(),
+                _ => {
+                    let chosen = self.bitmaps[(id - BITMAPS_ID) as usize].id;
+                    let bitmaps = disk.bitmaps();
+                    let bitmap = bitmaps.iter().find(|bitmap| bitmap.id() == chosen && is_offered(bitmap));
+                    // If the bitmap was removed or cleared, the client would treat written blocks as clean.
+                    let extents = bitmap.ok_or(Status::Io)?.extents(range.clone(), max).into_iter();
+                    extents.map(|run| StatusExtent { length: run.length, flags: run.dirty.into() }).collect()
+                }
             };
             Ok(ContextStatus { id, extents: clip(extents, range.end - range.start) })
         };
         self.contexts.ids().map(of).collect()
     }
-
-    /// Fails if the bitmap was removed or cleared, as the client would treat written blocks as clean.
-    fn dirty(
-        &self,
-        id: u32,
-        disk: &Disk,
-        range: &Range<u64>,
-        max: usize,
-    ) -> Result<Vec<StatusExtent>, Status> {
-        let chosen = self.bitmaps[(id - BITMAPS_ID) as usize].id;
-        let bitmap = disk.bitmaps().into_iter().find(|bitmap| bitmap.id() == chosen && is_offered(bitmap));
-        let extents = bitmap.ok_or(Status::Io)?.extents(range.clone(), max);
-        let status = |run: DirtyExtent| StatusExtent { length: run.length, flags: run.dirty.into() };
-        Ok(extents.into_iter().map(status).collect())
-    }
-}
-
-fn extents(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let extents = query_current_driver(disk, |driver| driver.extents(range.clone(), max))?;
-    Ok(extents.into_iter().map(StatusExtent::from).collect())
-}
-
-fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let depths = query_current_driver(disk, |driver| driver.allocation_depths(range.clone(), max))?;
-    Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
 }
 
 /// Queries the driver, again if it was replaced meanwhile: a block commit may have emptied the old image.

@@ -49,7 +49,7 @@ pub struct Export {
 }
 
 /// The outcome of a successful handshake.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Session {
     /// Index of the chosen export.
     pub export: usize,
@@ -96,20 +96,16 @@ pub enum Next {
     Close,
 }
 
-enum State {
-    ClientFlags,
-    Options,
-    Over,
-}
-
 /// The server's side of one handshake.
+#[derive(Default)]
 pub struct Handshake {
-    state: State,
+    over: bool,
     /// Bytes of a rejected option that must still be discarded.
     skip: usize,
     tls: TlsPolicy,
     encrypted: bool,
-    client_flags: HandshakeFlags,
+    /// `None` until they are received.
+    client_flags: Option<HandshakeFlags>,
     options: u32,
     replies: ReplyStyle,
     /// Index of the export for which the client chose metadata contexts, and these contexts.
@@ -128,20 +124,7 @@ impl Handshake {
         let flags = U16::new(HandshakeFlags::all().bits() as u16);
         let greeting = Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags };
         output.extend_from_slice(greeting.as_bytes());
-        Handshake {
-            state: State::ClientFlags,
-            skip: 0,
-            tls,
-            encrypted: false,
-            client_flags: HandshakeFlags::empty(),
-            options: 0,
-            replies: ReplyStyle::Simple,
-            contexts: None,
-            block_sizes: None,
-            lacks_tls: false,
-            shutting_down: false,
-            work: 0,
-        }
+        Handshake { tls, ..Handshake::default() }
     }
 
     /// From now on, answers each option except ABORT with `NBD_REP_ERR_SHUTDOWN`.
@@ -170,51 +153,47 @@ impl Handshake {
             if self.skip > 0 {
                 break Next::Receive;
             }
-            match self.state {
-                State::ClientFlags => {
-                    let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
-                    rest = after;
-                    // The specification demands to close the connection after an unknown flag.
-                    let Some(flags) = HandshakeFlags::from_bits(bits.get()) else { break Next::Close };
-                    self.client_flags = flags;
-                    self.state = State::Options;
-                }
-                State::Options if self.work - work_before >= TURN_BUDGET.items => break Next::Later,
-                State::Options => {
-                    let Ok((header, after)) = OptionHeader::read_from_prefix(rest) else {
-                        break Next::Receive;
-                    };
-                    let (option, length) = (header.option.get(), header.length.get() as usize);
-                    if header.magic.get() != OPTION_MAGIC
-                        || self.options == OPTIONS_MAX
-                        || length > OPTION_SKIP_MAX_BYTES
-                        // A client without fixed newstyle may use EXPORT_NAME only.
-                        || (option != option::EXPORT_NAME
-                            && !self.client_flags.contains(HandshakeFlags::FIXED_NEWSTYLE))
-                        || (option == option::EXPORT_NAME && length > STRING_MAX_BYTES)
-                    {
-                        break Next::Close;
-                    }
-                    if length > OPTION_MAX_BYTES {
-                        self.options += 1;
-                        rest = after;
-                        self.skip = length;
-                        Reply { option, output }.send(option_reply::ERR_TOO_BIG, &[b"option too long"]);
-                        continue;
-                    }
-                    let Some((data, after)) = after.split_at_checked(length) else { break Next::Receive };
-                    self.options += 1;
-                    rest = after;
-                    match self.option(option, data, exports, output) {
-                        Next::Receive => {}
-                        end => break end,
-                    }
-                }
-                State::Over => break Next::Close,
+            if self.over {
+                break Next::Close;
+            }
+            let Some(client_flags) = self.client_flags else {
+                let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
+                rest = after;
+                // The specification demands to close the connection after an unknown flag.
+                let Some(flags) = HandshakeFlags::from_bits(bits.get()) else { break Next::Close };
+                self.client_flags = Some(flags);
+                continue;
+            };
+            if self.work - work_before >= TURN_BUDGET.items {
+                break Next::Later;
+            }
+            let Ok((header, after)) = OptionHeader::read_from_prefix(rest) else { break Next::Receive };
+            let (option, length) = (header.option.get(), header.length.get() as usize);
+            if header.magic.get() != OPTION_MAGIC
+                || self.options == OPTIONS_MAX
+                || length > OPTION_SKIP_MAX_BYTES
+                // A client without fixed newstyle may use EXPORT_NAME only.
+                || (option != option::EXPORT_NAME && !client_flags.contains(HandshakeFlags::FIXED_NEWSTYLE))
+                || (option == option::EXPORT_NAME && length > STRING_MAX_BYTES)
+            {
+                break Next::Close;
+            }
+            if length > OPTION_MAX_BYTES {
+                self.options += 1;
+                (rest, self.skip) = (after, length);
+                Reply { option, output }.send(option_reply::ERR_TOO_BIG, &[b"option too long"]);
+                continue;
+            }
+            let Some((data, after)) = after.split_at_checked(length) else { break Next::Receive };
+            self.options += 1;
+            rest = after;
+            match self.option(option, data, exports, output) {
+                Next::Receive => {}
+                end => break end,
             }
         };
         if !matches!(next, Next::Receive | Next::Later | Next::StartTls) {
-            self.state = State::Over;
+            self.over = true;
         }
         (input.len() - rest.len(), next)
     }
@@ -250,9 +229,7 @@ impl Handshake {
         match option {
             option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
             option::ABORT => next = Next::Abort,
-            option::INFO => {
-                self.info(data, exports, reply)?;
-            }
+            option::INFO => _ = self.info(data, exports, reply)?,
             option::GO => {
                 let session = self.info(data, exports, reply)?;
                 let minimum = session.minimum_block_bytes;
@@ -265,7 +242,7 @@ impl Handshake {
                 next = Next::Transmission(session);
             }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
-                self.meta_context(option == option::SET_META_CONTEXT, data, exports, reply)?;
+                self.meta_context(data, exports, reply)?
             }
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS
                 if !data.is_empty() =>
@@ -276,11 +253,8 @@ impl Handshake {
                 self.work += exports.len();
                 for export in exports {
                     let name = export.name.as_bytes();
-                    let length = U32::new(name.len() as u32);
-                    reply.send(
-                        option_reply::SERVER,
-                        &[length.as_bytes(), name, export.description.as_bytes()],
-                    );
+                    let length = (name.len() as u32).to_be_bytes();
+                    reply.send(option_reply::SERVER, &[&length, name, export.description.as_bytes()]);
                 }
             }
             option::STARTTLS if self.tls == TlsPolicy::Off => {
@@ -317,7 +291,7 @@ impl Handshake {
         let reply =
             ExportNameReply { size_bytes: session.size_bytes.into(), flags: session.flags.bits().into() };
         output.extend_from_slice(reply.as_bytes());
-        if !self.client_flags.contains(HandshakeFlags::NO_ZEROES) {
+        if self.client_flags.is_none_or(|flags| !flags.contains(HandshakeFlags::NO_ZEROES)) {
             output.extend_from_slice(&[0; EXPORT_NAME_ZEROES]);
         }
         Ok(Next::Transmission(session))
@@ -364,11 +338,11 @@ impl Handshake {
 
     fn meta_context(
         &mut self,
-        set: bool,
         data: &[u8],
         exports: &[Export],
         reply: &mut Reply<'_>,
     ) -> Result<(), Refusal> {
+        let set = reply.option == option::SET_META_CONTEXT;
         if set {
             // A new SET_META_CONTEXT replaces the earlier choice, even if it fails.
             self.contexts = None;

@@ -12,13 +12,9 @@ pub mod handshake;
 pub mod harness;
 mod in_flight;
 mod options;
-mod outgoing;
-mod plan;
 pub mod proto;
-mod queries;
 mod ranges;
 mod receive_backoff;
-mod rejections;
 pub mod reply;
 mod requests;
 mod server;
@@ -30,7 +26,6 @@ mod stream;
 mod tls;
 pub mod transmission;
 mod unaligned;
-mod verifier;
 mod x509;
 
 /// The parts of TLS that the fuzz targets call.
@@ -38,7 +33,7 @@ mod x509;
 #[doc(hidden)]
 pub mod fuzzing {
     pub use super::certificates::authorities;
-    pub use super::outgoing::Outgoing;
+    pub use super::reply::Outgoing;
     pub use super::tls::{StreamEnd, Tls};
     pub use super::x509::CertificateUse;
 }
@@ -48,7 +43,6 @@ pub use certificates::{PreparedCertificates, TlsCertificates};
 pub use harness as simulated;
 pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
-pub use rejections::{Reason, Rejection};
 pub use server::{NbdServer, StoppingServer};
-pub use status::{ConnectionInfo, NbdCounters, Paused};
+pub use status::{ConnectionInfo, NbdCounters, Paused, Reason, Rejection};
 pub use tls::TlsOptions;

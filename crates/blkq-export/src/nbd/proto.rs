@@ -41,7 +41,7 @@ bitflags! {
     }
 
     /// Capabilities of an export, for the transmission phase.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct TransmissionFlags: u16 {
         /// Always set, as the specification demands.
         const HAS_FLAGS = 1 << 0;
@@ -231,30 +231,6 @@ impl From<Status> for NbdError {
     }
 }
 
-/// A request. The length is that of the range in bytes, and for a write also that of the payload.
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub struct RequestHeader<L> {
-    /// [`REQUEST_MAGIC`] or [`EXTENDED_REQUEST_MAGIC`]; other values violate the protocol.
-    pub magic: U32,
-    /// Flags of the request, as [`CommandFlags`].
-    pub flags: U16,
-    /// Number of the [`Command`] to carry out.
-    pub command: U16,
-    /// Opaque value that identifies the request in its reply.
-    pub cookie: U64,
-    /// Offset in the export, in bytes.
-    pub offset: U64,
-    /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], else of the range.
-    pub length: L,
-}
-
-/// A request, if extended headers were not negotiated.
-pub type CompactRequest = RequestHeader<U32>;
-/// A request, if extended headers were negotiated.
-pub type ExtendedRequest = RequestHeader<U64>;
-const _: () = assert!(size_of::<CompactRequest>() == 28 && size_of::<ExtendedRequest>() == 32);
-
 macro_rules! wire {
     ($($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* })*) => {$(
         $(#[$doc])*
@@ -326,6 +302,21 @@ wire! {
         preferred_bytes: U32,
         /// Maximum payload of a request or reply, in bytes.
         payload_max_bytes: U32,
+    }
+
+    /// A request, followed by its length in bytes: 64 bits if extended headers were negotiated, else 32 bits. It is the
+    /// length of the payload with [`CommandFlags::PAYLOAD_LEN`], else of the range.
+    RequestHeader = 24 {
+        /// [`REQUEST_MAGIC`] or [`EXTENDED_REQUEST_MAGIC`]; other values violate the protocol.
+        magic: U32,
+        /// Flags of the request, as [`CommandFlags`].
+        flags: U16,
+        /// Number of the [`Command`] to carry out.
+        command: U16,
+        /// Opaque value that identifies the request in its reply.
+        cookie: U64,
+        /// Offset in the export, in bytes.
+        offset: U64,
     }
 
     /// A simple reply. The data of a successful read follows.

@@ -34,7 +34,7 @@ use blkq::sync::{Mutex, MutexGuard, lock, try_lock};
 use blkq::{Disk, Error, ErrorKind};
 
 /// Time limit of a resize for the writes to the end of the device.
-const RESIZE_TIMEOUT: Duration = Duration::from_secs(30);
+const RESIZE_TIMEOUT_S: u64 = 30;
 
 /// Makes the thread of a member call [`Member::try_enter`] soon.
 pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -85,18 +85,12 @@ impl Newest {
     /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, some of them several
     /// times.
     fn replace(&mut self, range: &Range<u64>, ticket: u64, older: &mut Vec<u64>) {
-        if let Some((_, (end, before))) = self.ranges.range_mut(..range.start).next_back()
-            && *end > range.start
-        {
-            older.push(*before);
-            let (old_end, before) = (std::mem::replace(end, range.start), *before);
-            if old_end > range.end {
-                self.ranges.insert(range.end, (old_end, before));
-            }
-        }
-        while let Some((&start, &(end, before))) = self.ranges.range(range.clone()).next() {
+        while let Some((start, (end, before))) = self.last_in(range) {
             older.push(before);
             self.ranges.remove(&start);
+            if start < range.start {
+                self.ranges.insert(start, (range.start, before));
+            }
             if end > range.end {
                 self.ranges.insert(range.end, (end, before));
             }
@@ -104,18 +98,14 @@ impl Newest {
         self.ranges.insert(range.start, (range.end, ticket));
     }
 
-    fn overlaps(&self, range: &Range<u64>) -> bool {
-        self.ranges.range(..range.end).next_back().is_some_and(|(_, (end, _))| *end > range.start)
+    /// The last entry that overlaps `range`: its first byte, its end and its ticket.
+    fn last_in(&self, range: &Range<u64>) -> Option<(u64, (u64, u64))> {
+        let (&start, &last) = self.ranges.range(..range.end).next_back()?;
+        (last.0 > range.start).then_some((start, last))
     }
 
     fn remove(&mut self, range: &Range<u64>, ticket: u64) {
-        let mut from = range.start;
-        while let Some((&start, &(end, newest))) = self.ranges.range(from..range.end).next() {
-            if newest == ticket {
-                self.ranges.remove(&start);
-            }
-            from = end.min(range.end);
-        }
+        self.ranges.extract_if(range.clone(), |_, (_, newest)| *newest == ticket).for_each(drop);
     }
 }
 
@@ -130,7 +120,7 @@ struct MemberState {
 }
 
 impl MemberState {
-    fn wake(&mut self, to_wake: &mut Wakes<'_>) {
+    fn wake(&mut self, to_wake: &mut Wakes) {
         if !std::mem::replace(&mut self.woken, true) {
             to_wake.0.push(Arc::clone(&self.wake));
         }
@@ -156,8 +146,8 @@ impl RangeLock {
     /// As [`Disk::resize`], and [`ErrorKind::Busy`] if writes in flight do not complete within 30 s.
     pub fn resize(self: &Arc<Self>, disk: &Disk, bytes: Option<u64>) -> Result<u64, Error> {
         let thread = thread::current();
-        let mut member = self.join(Arc::new(move || thread.unpark()));
-        let until = Instant::now() + RESIZE_TIMEOUT;
+        let member = self.join(Arc::new(move || thread.unpark()));
+        let until = Instant::now() + Duration::from_secs(RESIZE_TIMEOUT_S);
         let end = disk.limits().whole_bytes();
         member.enter().lock(end..u64::MAX, 0);
         loop {
@@ -170,11 +160,8 @@ impl RangeLock {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let message = format!(
-                    "writes to the end of the device did not complete within {} s",
-                    RESIZE_TIMEOUT.as_secs()
-                );
-                return Err(Error::new(ErrorKind::Busy, message));
+                let what = "writes to the end of the device did not complete within";
+                return Err(Error::new(ErrorKind::Busy, format!("{what} {RESIZE_TIMEOUT_S} s")));
             }
             thread::park_timeout(left);
         }
@@ -185,7 +172,7 @@ impl RangeLock {
         let members = &mut lock(&self.table).members;
         let index = members.last_key_value().map_or(0, |(last, _)| last + 1);
         members.insert(index, state);
-        Member { lock: Arc::clone(self), index, to_wake: Vec::new() }
+        Member { lock: Arc::clone(self), index }
     }
 }
 
@@ -193,21 +180,17 @@ impl RangeLock {
 pub(super) struct Member {
     lock: Arc<RangeLock>,
     index: usize,
-    /// Members to wake when the table is unlocked. Kept for its capacity.
-    to_wake: Vec<Wake>,
 }
 
 impl Member {
     /// Returns `None` if another thread has locked the table. The caller must then try again soon.
-    pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
+    pub fn try_enter(&self) -> Option<LockedTable<'_>> {
         // No code that changes the table can panic halfway, so a poisoned table is consistent.
-        let table = try_lock(&self.lock.table)?;
-        Some(LockedTable::new(table, &self.lock.taken, self.index, &mut self.to_wake))
+        Some(LockedTable::new(self, try_lock(&self.lock.table)?))
     }
 
-    fn enter(&mut self) -> LockedTable<'_> {
-        let table = lock(&self.lock.table);
-        LockedTable::new(table, &self.lock.taken, self.index, &mut self.to_wake)
+    fn enter(&self) -> LockedTable<'_> {
+        LockedTable::new(self, lock(&self.lock.table))
     }
 }
 
@@ -228,28 +211,24 @@ impl Drop for Member {
 pub(super) struct LockedTable<'a> {
     // Fields are dropped in this order: the table is unlocked before the members are woken.
     table: MutexGuard<'a, Table>,
-    to_wake: Wakes<'a>,
+    to_wake: Wakes,
     taken: &'a AtomicUsize,
     member: usize,
 }
 
 /// Wakes these members when it is dropped.
-struct Wakes<'a>(&'a mut Vec<Wake>);
+struct Wakes(Vec<Wake>);
 
-impl Drop for Wakes<'_> {
+impl Drop for Wakes {
     fn drop(&mut self) {
-        self.0.drain(..).for_each(|wake| wake());
+        self.0.iter().for_each(|wake| wake());
     }
 }
 
 impl<'a> LockedTable<'a> {
-    fn new(
-        table: MutexGuard<'a, Table>,
-        taken: &'a AtomicUsize,
-        member: usize,
-        to_wake: &'a mut Vec<Wake>,
-    ) -> LockedTable<'a> {
-        let mut locked = LockedTable { table, to_wake: Wakes(to_wake), taken, member };
+    fn new(member: &'a Member, table: MutexGuard<'a, Table>) -> LockedTable<'a> {
+        let (taken, to_wake) = (&member.lock.taken, Wakes(Vec::new()));
+        let mut locked = LockedTable { table, to_wake, taken, member: member.index };
         locked.own().woken = false;
         locked
     }
@@ -277,7 +256,7 @@ impl<'a> LockedTable<'a> {
     /// Adds an entry for a write of whole blocks, as [`LockedTable::lock`] does. Returns `None` if no entry
     /// overlaps `range`: the write can run now.
     pub fn wait(&mut self, range: Range<u64>, key: u32) -> Option<u64> {
-        self.table.newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
+        self.table.newest.last_in(&range).map(|_| self.insert(range, false, key, 0))
     }
 
     fn insert(&mut self, range: Range<u64>, exclusive: bool, key: u32, unchecked: usize) -> u64 {

@@ -6,27 +6,27 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Completion, Data, IoBuffer, Operation, SourceContext, Status};
+use blkq::trace::TraceClient;
+use blkq::{BioFlags, Data, IoBuffer, IoResult, Operation, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
 use super::contexts::{ChosenContexts, ContextStatus, StatusExtent};
 use super::handshake::{Export, Session};
-use super::in_flight::InFlight;
-use super::outgoing::Outgoing;
-use super::plan::{self, Plan};
+use super::in_flight::{InFlight, Query};
 use super::proto::{Command, CommandFlags, NbdError};
-use super::queries::Query;
-use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
+use super::reply::{EXTENTS_MAX, Outgoing, ReplyStyle, ReplyTo};
 use super::shared::EngineShared;
-use super::split::{self, Part, SplitReads};
+use super::split::{self, SplitReads};
 use super::status::NbdCounters;
 use super::stream::Stream;
-use super::transmission::{Request, Step, Transmission};
-use super::unaligned::OrderedWrite;
+use super::transmission::{Request, Step, Transmission, beyond_end};
+use super::unaligned::{OrderedWrite, bio, blocks_around, blocks_within, edges};
 
 /// Maximum size in bytes of the extents of one request in one metadata context.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<StatusExtent>();
+/// Maximum number of bytes that one cache request reads.
+const CACHE_MAX_BYTES: u64 = 4 << 20;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Parsed {
@@ -42,20 +42,22 @@ pub(super) enum Parsed {
     Violation,
 }
 
-/// The transmission phase of one client.
+/// The requests of one client. There are none until its handshake is complete.
+#[derive(Default)]
 pub(super) struct Requests {
     transmission: Transmission,
-    slot: u32,
+    pub slot: u32,
+    client: TraceClient,
     queue: usize,
-    /// Logical block size in bytes, minus 1.
-    block_mask: u64,
+    /// Logical block size in bytes.
+    block: u64,
     style: ReplyStyle,
     contexts: ChosenContexts,
     pub counters: NbdCounters,
     /// The write whose payload is being received, and the buffer for the blocks around its range.
     incoming: Option<(Request, IoBuffer)>,
-    /// Deadline of the payload; `u64::MAX` if no payload is expected.
-    pub payload_until_ns: u64,
+    /// Deadline of the payload that is being received.
+    pub payload_until_ns: Option<u64>,
     /// A parsed request that waits for memory.
     parsed: Option<Request>,
     /// Requests that were received and whose replies were not sent.
@@ -66,35 +68,24 @@ pub(super) struct Requests {
     busy: usize,
     /// Split reads. `None` for simple replies, or if splitting was off when the client connected.
     split: Option<Box<SplitReads>>,
+    /// Replies to send, also those of the handshake.
+    pub replies: Outgoing,
 }
 
 impl Requests {
-    pub fn new(
-        slot: u32,
-        session: Session,
-        export: &Export,
-        shared: &EngineShared,
-        cx: &SourceContext<'_>,
-    ) -> Requests {
-        let queue = shared.options.exports[session.export].queue;
-        let in_parts =
-            session.replies != ReplyStyle::Simple && shared.options.switches.split_reads.load(Relaxed);
-        Requests {
-            slot,
-            queue,
-            block_mask: u64::from(cx.limits(queue).logical_block_bytes) - 1,
-            style: session.replies,
-            contexts: ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() },
-            transmission: Transmission::new(session),
-            counters: NbdCounters::default(),
-            incoming: None,
-            payload_until_ns: u64::MAX,
-            parsed: None,
-            outstanding: 0,
-            buffered: 0,
-            busy: 0,
-            split: in_parts.then(Box::default),
-        }
+    pub fn new(slot: u32, client: TraceClient) -> Requests {
+        Requests { slot, client, ..Requests::default() }
+    }
+
+    /// Begins the transmission phase.
+    pub fn open(&mut self, session: Session, export: &Export, shared: &EngineShared, cx: &SourceContext<'_>) {
+        let in_parts = shared.options.switches.split_reads.load(Relaxed);
+        self.queue = shared.options.exports[session.export].queue;
+        self.block = cx.limits(self.queue).logical_block_bytes.into();
+        self.style = session.replies;
+        self.contexts = ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() };
+        self.split = (in_parts && session.replies != ReplyStyle::Simple).then(Box::default);
+        self.transmission = Transmission::new(session);
     }
 
     pub fn is_idle(&self) -> bool {
@@ -104,15 +95,15 @@ impl Requests {
     /// The part of the buffer into which the rest of the expected payload must be received.
     pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
         let (request, buffer) = self.incoming.as_mut()?;
-        let end = ((request.offset & self.block_mask) + request.length) as usize;
+        let end = ((request.offset & (self.block - 1)) + request.length) as usize;
         Some(&mut buffer[end - self.transmission.payload_bytes() as usize..end])
     }
 
     pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
         if let Some((request, _)) = &self.incoming
-            && self.payload_until_ns == u64::MAX
+            && self.payload_until_ns.is_none()
         {
-            self.payload_until_ns = shared.transfer_until_ns(request.length, cx);
+            self.payload_until_ns = Some(shared.transfer_until_ns(request.length, cx));
         }
     }
 
@@ -122,7 +113,9 @@ impl Requests {
         }
     }
 
+    /// Releases all memory of a client that has disconnected and has nothing in flight.
     pub fn release(&mut self, shared: &mut EngineShared) {
+        self.replies.recycle(&mut shared.buffers);
         if let Some((_, buffer)) = self.incoming.take() {
             shared.buffers.put(buffer);
         }
@@ -132,6 +125,15 @@ impl Requests {
     pub fn free(&mut self, bytes: usize, shared: &mut EngineShared) {
         shared.budget.free(self.slot, self.buffered, bytes);
         self.buffered -= bytes;
+    }
+
+    /// Drops the replies that are not being sent, and parts of reads that were not submitted.
+    pub fn abandon(&mut self, shared: &mut EngineShared) {
+        if let Some(split) = &mut self.split {
+            split.abandon();
+        }
+        let freed = self.replies.recycle(&mut shared.buffers);
+        self.free(freed, shared);
     }
 
     pub fn parse(
@@ -151,7 +153,7 @@ impl Requests {
                     return Parsed::Receive;
                 }
                 self.submit_write(shared, cx);
-            } else if shared.is_full() {
+            } else if shared.submissions.requeued() > 0 {
                 return Parsed::Wait;
             } else if let Some(request) = self.parsed {
                 let (bytes, is_read) = (self.buffer_bytes(&request), request.command == Command::Read);
@@ -162,7 +164,7 @@ impl Requests {
                 }
                 self.buffered += bytes;
                 self.parsed = None;
-                self.begin(request, stream.replies(), shared, cx);
+                self.begin(request, shared, cx);
             } else if self.outstanding >= shared.options.requests_max {
                 return Parsed::Wait;
             } else if shared.work.is_over() {
@@ -175,14 +177,17 @@ impl Requests {
                 stream.consume(taken);
                 match step {
                     Step::Receive => return Parsed::Receive,
-                    Step::Request(request) => {
+                    Step::Request(mut request) => {
                         self.count_request(shared);
+                        if request.command == Command::Cache {
+                            request.length = request.length.min(CACHE_MAX_BYTES);
+                        }
                         self.parsed = Some(request);
                     }
                     Step::Rejected { cookie, offset, error } => {
                         self.count_request(shared);
                         self.counters.refused_requests += 1;
-                        self.error(ReplyTo { cookie, offset }, error, stream.replies());
+                        self.error(ReplyTo { cookie, offset }, error);
                     }
                     Step::Disconnect => return Parsed::Disconnect,
                     Step::Violation => return Parsed::Violation,
@@ -197,26 +202,27 @@ impl Requests {
         self.counters.requests += 1;
     }
 
-    fn begin(
-        &mut self,
-        request: Request,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-        cx: &mut SourceContext<'_>,
-    ) {
+    /// Carries out a request, on a block layer that accepts whole logical blocks only.
+    fn begin(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         if self.is_split(&request)
             && let Some(split) = &mut self.split
         {
             self.counters.split_reads += 1;
             split.begin(request);
-            return self.begin_parts(replies, shared, cx);
+            return self.begin_parts(shared, cx);
         }
-        let answer = match plan::plan(&request, cx.limits(self.queue)) {
-            Plan::Answer(answer) => answer,
-            Plan::Transfer(blocks) => {
+        let (range, limits) = (request.range(), cx.limits(self.queue));
+        let is_whole = self.is_whole_blocks(&range);
+        let answer = match request.command {
+            // The device shrank since the client connected. The block layer cannot detect this if the new end is
+            // in the same block.
+            command if !is_whole && range.end > limits.size_bytes() => Err(beyond_end(command)),
+            Command::Cache if !limits.page_cache => Ok(()),
+            command @ (Command::Read | Command::Write | Command::Cache) => {
+                let blocks = blocks_around(&range, self.block);
                 match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
                     None => Err(NbdError::NoMemory),
-                    Some(buffer) if request.command == Command::Write => {
+                    Some(buffer) if command == Command::Write => {
                         self.incoming = Some((request, buffer));
                         return;
                     }
@@ -225,18 +231,31 @@ impl Requests {
                     }
                 }
             }
-            Plan::Submit(operation, blocks) => {
-                return self.submit(request, operation, blocks, Data::None, shared, cx);
+            Command::Flush => {
+                return self.submit(request, Operation::Flush, range, Data::None, shared, cx);
             }
-            Plan::Extents => return self.query_status(request, shared, cx),
+            // The blocks at the ends would have to be read and written, which is not fast.
+            Command::WriteZeroes if !is_whole && request.flags.contains(CommandFlags::FAST_ZERO) => {
+                Err(NbdError::NotSupported)
+            }
+            Command::WriteZeroes => {
+                return self.submit(request, Operation::WriteZeroes, range, Data::None, shared, cx);
+            }
+            Command::Trim => match blocks_within(&range, self.block) {
+                blocks if blocks.is_empty() => Ok(()),
+                blocks => return self.submit(request, Operation::Discard, blocks, Data::None, shared, cx),
+            },
+            Command::BlockStatus => return self.query_status(request, shared, cx),
+            // The parser reports `NBD_CMD_DISC` as a step of its own.
+            Command::Disconnect => Err(NbdError::Invalid),
         };
         self.free(self.buffer_bytes(&request), shared);
         let to = self.in_flight(&request).to;
         match answer {
-            Ok(()) => self.done(to, replies),
+            Ok(()) => self.done(to),
             Err(error) => {
                 self.transmission.drop_payload();
-                self.error(to, error, replies);
+                self.error(to, error);
             }
         }
     }
@@ -249,35 +268,22 @@ impl Requests {
             && self.is_whole_blocks(&request.range())
     }
 
-    pub fn begin_parts(
-        &mut self,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-        cx: &mut SourceContext<'_>,
-    ) {
+    /// Submits parts of split reads, as many as may be in flight.
+    pub fn begin_parts(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         while let Some((request, part, range)) = self.split.as_mut().and_then(|split| split.next()) {
             let length = range.end - range.start;
             let in_flight = InFlight { length, part: Some(part), ..self.in_flight(&request) };
+            self.busy += 1;
             match shared.buffers.take(length as u32, cx.registrar()) {
                 Some(buffer) => {
-                    let flags = plan::bio_flags(&request, Operation::Read);
-                    let bio = plan::bio(Operation::Read, flags, &range, buffer.into());
-                    self.busy += 1;
+                    let bio = bio(Operation::Read, BioFlags::empty(), &range, buffer.into());
                     shared.submit(in_flight, self.queue, bio, cx);
                 }
                 None => {
                     self.free(BufferPool::size(length as u32), shared);
-                    let completion =
-                        Completion { user_data: 0, result: Err(Status::Resource), data: Data::None };
-                    self.complete_part(in_flight, part, completion, replies, shared);
+                    self.complete(in_flight, Err(Status::Resource), None, shared);
                 }
             }
-        }
-    }
-
-    pub fn abandon_parts(&mut self) {
-        if let Some(split) = &mut self.split {
-            split.abandon();
         }
     }
 
@@ -291,39 +297,52 @@ impl Requests {
 
     /// Cancels the block status requests that have not started. They are answered if the server stops, but not if
     /// the client has disconnected.
-    pub fn cancel_queries(&mut self, has_client: bool, replies: &mut Outgoing, shared: &mut EngineShared) {
+    pub fn cancel_queries(&mut self, has_client: bool, shared: &mut EngineShared) {
         for query in shared.queries.remove(self.slot) {
             match has_client {
-                true => self.complete_status(query.request, Err(NbdError::Shutdown), replies),
-                false => self.end_query(replies),
+                true => self.complete_status(query.request, Err(NbdError::Shutdown)),
+                false => self.end_query(),
             }
         }
     }
 
-    fn end_query(&mut self, replies: &mut Outgoing) {
+    fn end_query(&mut self) {
         self.busy -= 1;
-        replies.hold_extents(self.extents_max_bytes());
+        self.replies.hold_extents(self.extents_max_bytes());
     }
 
     fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         if let Some((request, buffer)) = self.incoming.take() {
-            self.payload_until_ns = u64::MAX;
+            self.payload_until_ns = None;
             self.submit(request, Operation::Write, request.range(), buffer.into(), shared, cx);
         }
     }
 
     fn is_whole_blocks(&self, range: &Range<u64>) -> bool {
-        (range.start | range.end) & self.block_mask == 0
+        (range.start | range.end) & (self.block - 1) == 0
     }
 
+    /// Size in bytes of the memory that `request` needs.
     fn buffer_bytes(&self, request: &Request) -> usize {
-        if request.command == Command::BlockStatus {
-            return self.extents_max_bytes();
+        match request.command {
+            Command::BlockStatus => self.extents_max_bytes(),
+            _ if self.is_split(request) => split::buffer_bytes(request.length),
+            command => self.block_bytes(command, &request.range()),
         }
-        if self.is_split(request) {
-            return split::buffer_bytes(request.length);
+    }
+
+    /// Size in bytes of the buffers for the blocks around `range`, and for those at its ends if `command` writes.
+    fn block_bytes(&self, command: Command, range: &Range<u64>) -> usize {
+        let blocks = blocks_around(range, self.block);
+        let size = || BufferPool::size((blocks.end - blocks.start) as u32);
+        let edges =
+            || edges(range, self.block).iter().flatten().count() * BufferPool::size(self.block as u32);
+        match command {
+            Command::Read | Command::Cache => size(),
+            Command::Write => size() + edges(),
+            Command::WriteZeroes => edges(),
+            _ => 0,
         }
-        plan::buffer_bytes(request, self.block_mask + 1)
     }
 
     /// Submits the operation, or passes it to the range lock: a write to a part of a block must not run at the same
@@ -338,21 +357,30 @@ impl Requests {
         cx: &mut SourceContext<'_>,
     ) {
         self.busy += 1;
-        let (in_flight, queue) = (self.in_flight(&request), self.queue);
-        let flags = plan::bio_flags(&request, operation);
+        let (in_flight, queue, block) = (self.in_flight(&request), self.queue, self.block);
+        let mut flags = BioFlags::empty();
+        // Clients may set FUA on each command, but it only affects commands that write.
+        flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
+        flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
+        flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
         if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.must_order() {
-            return shared.submit(in_flight, queue, plan::bio(operation, flags, &range, data), cx);
+            return shared.submit(in_flight, queue, bio(operation, flags, &range, data), cx);
         }
-        let block = self.block_mask + 1;
-        let buffered = plan::buffer_bytes(&request, block);
-        let write =
-            OrderedWrite { request: in_flight, queue, operation, flags, range, block, data, buffered };
-        shared.unaligned.push(write);
+        shared.unaligned.push(OrderedWrite {
+            request: in_flight,
+            queue,
+            operation,
+            flags,
+            range,
+            block,
+            data,
+        });
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {
         InFlight {
             connection: self.slot,
+            client: self.client,
             command: request.command,
             to: ReplyTo { cookie: request.cookie, offset: request.offset },
             length: request.length,
@@ -360,102 +388,86 @@ impl Requests {
         }
     }
 
+    /// Handles a completed write that the range lock ordered.
+    pub fn complete_ordered(&mut self, request: InFlight, result: IoResult, shared: &mut EngineShared) {
+        self.free(self.block_bytes(request.command, &request.range()), shared);
+        self.complete(request, result, None, shared);
+    }
+
+    /// Handles a request or part that completed, or for which there was no memory. An error of a part is reported in
+    /// the last chunk, so a reply contains at most one.
     pub fn complete(
         &mut self,
         request: InFlight,
-        completion: Completion,
-        replies: &mut Outgoing,
+        result: IoResult,
+        buffer: Option<IoBuffer>,
         shared: &mut EngineShared,
     ) {
         self.busy -= 1;
-        if let Some(part) = request.part {
-            return self.complete_part(request, part, completion, replies, shared);
-        }
-        if let Some(buffer) = completion.data.into_buffer() {
-            if request.command == Command::Read && completion.result.is_ok() {
-                self.counters.read_bytes += request.length;
-                let from = (request.to.offset & self.block_mask) as usize;
-                let part = from..from + request.length as usize;
-                let write = |output: &mut _| self.style.data(request.to, request.length as u32, output);
-                return replies.append_data(buffer, part, true, write);
+        let InFlight { command, to, length, .. } = request;
+        // The result of the whole request; `None` if other parts have not completed.
+        let (offset, outcome) = match request.part {
+            None => (to.offset, Some(result)),
+            Some(part) => {
+                let split = self.split.as_mut().expect("it was split");
+                (part.offset, split.complete(part, result))
             }
-            self.free(buffer.len(), shared);
-            shared.buffers.put(buffer);
-        }
-        match completion.result {
-            // The device turned out not to support discard. A trim is only a hint, so it succeeds.
-            Err(Status::NotSupported) if request.command == Command::Trim => self.done(request.to, replies),
-            Err(status) => self.error(request.to, status.into(), replies),
-            Ok(()) => {
-                if request.command == Command::Write {
-                    self.counters.written_bytes += request.length;
-                }
-                self.done(request.to, replies);
+        };
+        match buffer {
+            Some(buffer) if command == Command::Read && result.is_ok() => {
+                self.counters.read_bytes += length;
+                let from = (offset & (self.block - 1)) as usize;
+                let (content, last) = (from..from + length as usize, outcome == Some(Ok(())));
+                self.replies.append(|output| self.style.data(to, offset, length as u32, last, output));
+                self.replies.append_data(buffer, content, last);
             }
-        }
-    }
-
-    /// Handles a part of a read that completed, or for which there was no memory. An error is reported in the
-    /// last chunk, so a reply contains at most one.
-    fn complete_part(
-        &mut self,
-        request: InFlight,
-        part: Part,
-        completion: Completion,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-    ) {
-        let split = self.split.as_mut().expect("it was split");
-        let result = split.complete(part, completion.result);
-        match (completion.data.into_buffer(), completion.result) {
-            (Some(buffer), Ok(())) => {
-                self.counters.read_bytes += request.length;
-                let (style, length) = (self.style, request.length as u32);
-                let content = 0..request.length as usize;
-                let done = result == Some(Ok(()));
-                let write = |output: &mut _| style.part(request.to, part.offset, length, done, output);
-                replies.append_data(buffer, content, done, write);
-            }
-            (Some(buffer), Err(_)) => {
+            Some(buffer) => {
                 self.free(buffer.len(), shared);
                 shared.buffers.put(buffer);
             }
-            (None, _) => {}
+            None => {}
         }
-        if let Some(Err(status)) = result {
-            self.error(request.to, status.into(), replies);
+        match outcome {
+            None => {}
+            // The data is the reply.
+            Some(Ok(())) if command == Command::Read => {}
+            // The device turned out not to support discard. A trim is only a hint, so it succeeds.
+            Some(Err(Status::NotSupported)) if command == Command::Trim => self.done(to),
+            Some(Err(status)) => self.error(to, status.into()),
+            Some(Ok(())) => {
+                if command == Command::Write {
+                    self.counters.written_bytes += length;
+                }
+                self.done(to);
+            }
         }
     }
 
     /// Handles a query of metadata contexts that completed or was cancelled.
-    pub fn complete_status(
-        &mut self,
-        request: InFlight,
-        contexts: Result<Vec<ContextStatus>, NbdError>,
-        replies: &mut Outgoing,
-    ) {
-        self.end_query(replies);
-        let contexts = match contexts {
-            Ok(contexts) => contexts,
-            Err(error) => return self.error(request.to, error, replies),
-        };
-        // The device shrank since the client connected, and the whole range is beyond its end.
-        if contexts.iter().any(|context| context.extents.is_empty()) {
-            return self.error(request.to, NbdError::Invalid, replies);
+    pub fn complete_status(&mut self, request: InFlight, contexts: Result<Vec<ContextStatus>, NbdError>) {
+        self.end_query();
+        match contexts {
+            // The device shrank since the client connected, and the whole range is beyond its end.
+            Ok(contexts) if contexts.iter().any(|context| context.extents.is_empty()) => {
+                self.error(request.to, NbdError::Invalid);
+            }
+            Ok(contexts) => {
+                self.replies.reply(|output| self.style.block_status(request.to, &contexts, output));
+            }
+            Err(error) => self.error(request.to, error),
         }
-        replies.reply(|output| self.style.block_status(request.to, &contexts, output));
     }
 
     fn extents_max_bytes(&self) -> usize {
         EXTENTS_MAX_BYTES * self.contexts.contexts.count()
     }
 
-    fn done(&self, to: ReplyTo, replies: &mut Outgoing) {
-        replies.reply(|output| self.style.done(to, output));
+    fn done(&mut self, to: ReplyTo) {
+        self.replies.reply(|output| self.style.done(to, output));
     }
 
-    fn error(&mut self, to: ReplyTo, error: NbdError, replies: &mut Outgoing) {
+    fn error(&mut self, to: ReplyTo, error: NbdError) {
         self.counters.errors += 1;
-        replies.reply(|output| self.style.error(to, error, output));
+        self.replies.reply(|output| self.style.error(to, error, output));
     }
 }

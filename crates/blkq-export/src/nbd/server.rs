@@ -4,15 +4,16 @@ use std::net::SocketAddr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::sync::{Mutex, lock};
 use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 
 use super::handshake::TlsPolicy;
 use super::options::NbdOptions;
-use super::rejections::Rejection;
-use super::source::{ClientOrigin, Loads, NbdSource};
-use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
+use super::shared::Message;
+use super::source::{Listening, Loads, NbdSource};
+use super::status::{ConnectionInfo, NbdCounters, Paused, Registry, Rejection};
 use crate::listener::{Listen, ListenAddress, Listener, SocketFile};
 
 /// A running server. Stop it before its engines stop. If it is dropped instead, it keeps running until its
@@ -41,29 +42,31 @@ impl NbdServer {
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
         let Listener { socket, listen_address } = listen.open(options.access, options.address_wait)?;
-        let is_connected = listen_address.is_connected;
         check_reach(&options, &listen_address)?;
         let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
         // A single connection is served by one engine.
-        let engines = if is_connected { &engines[..1] } else { engines };
+        let engines = if listen_address.is_connected { &engines[..1] } else { engines };
         let loads: Loads = engines.iter().map(|_| AtomicUsize::new(0)).collect();
-        let add = |engine: usize, client_origin: ClientOrigin| {
+        let add = |engine: usize, listening: Option<Listening>| {
             let (options, registry, loads) = (options.clone(), registry.clone(), loads.clone());
-            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, client_origin)) as _;
+            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, listening)) as _;
             let handle = engines[engine].clone();
             handle.add_source(make).map(|id| (handle, id))
         };
         let mut others = Vec::new();
         let first = (1..engines.len())
-            .try_for_each(|engine| add(engine, ClientOrigin::Elsewhere).map(|source| others.push(source)))
-            .and_then(|()| {
-                let client_origin = match is_connected {
-                    true => ClientOrigin::Client(Some(socket)),
-                    false => ClientOrigin::Listener(socket, others.clone()),
-                };
-                add(0, client_origin)
+            .try_for_each(|engine| add(engine, None).map(|source| others.push(source)))
+            .and_then(|()| match listen_address.is_connected {
+                true => {
+                    let first = add(0, None)?;
+                    registry.admit(1, String::new);
+                    loads[0].fetch_add(1, Relaxed);
+                    first.0.send(first.1, Box::new(Message::Client(socket)));
+                    Ok(first)
+                }
+                false => add(0, Some((socket, others.clone()))),
             })
             .inspect_err(|_| others.iter().for_each(|(handle, id)| handle.stop_source(*id, true)))?;
         others.insert(0, first);

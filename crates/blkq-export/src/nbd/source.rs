@@ -17,12 +17,11 @@ use super::contexts::offered_bitmaps;
 use super::handshake::Export;
 use super::in_flight::InFlight;
 use super::options::NbdOptions;
-use super::proto::TransmissionFlags;
-use super::rejections::Reason;
+use super::proto::{NbdError, TransmissionFlags};
 use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
-use super::status::{ConnectionStatus, Registry};
+use super::status::{ConnectionStatus, Reason, Registry};
 use super::stream::{Stream, block_sigpipe};
-use super::unaligned::RangesChanged;
+use super::unaligned::{RangesChanged, Unaligned};
 use crate::peer::peer_name;
 
 /// Pause in accepting after accept failed, for example for lack of descriptors.
@@ -32,14 +31,8 @@ const CROWDED_POLL_NS: u64 = 20_000_000;
 /// Limit of a handshake in that case.
 const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 
-pub(super) enum ClientOrigin {
-    /// The engine accepts clients, and passes some of them to the sources on these other engines.
-    Listener(OwnedFd, Vec<(EngineHandle, SourceId)>),
-    /// The engine serves the only client, whose socket is `None` once the source has started.
-    Client(Option<OwnedFd>),
-    /// Another engine accepts clients and passes some of them to this engine.
-    Elsewhere,
-}
+/// A listening socket, and the sources on other engines to which its source passes some of the clients.
+pub(super) type Listening = (OwnedFd, Vec<(EngineHandle, SourceId)>);
 
 /// Connections of each engine. Relaxed accesses suffice: the numbers only balance the load.
 pub(super) type Loads = Arc<[AtomicUsize]>;
@@ -48,7 +41,8 @@ pub(super) type Loads = Arc<[AtomicUsize]>;
 pub(super) struct NbdSource {
     shared: EngineShared,
     registry: Arc<Registry>,
-    client_origin: ClientOrigin,
+    /// `None` if the clients come in messages.
+    listening: Option<Listening>,
     loads: Loads,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
@@ -59,7 +53,6 @@ pub(super) struct NbdSource {
     accept_at_ns: u64,
     /// Too many clients were in their handshake when they were last counted.
     crowded: bool,
-    stopping: bool,
 }
 
 impl NbdSource {
@@ -68,12 +61,12 @@ impl NbdSource {
         registry: Arc<Registry>,
         loads: Loads,
         engine: usize,
-        client_origin: ClientOrigin,
+        listening: Option<Listening>,
     ) -> NbdSource {
         NbdSource {
             shared: EngineShared::new(options, loads.len()),
             registry,
-            client_origin,
+            listening,
             loads,
             engine,
             connections: Vec::new(),
@@ -82,14 +75,13 @@ impl NbdSource {
             cancel_armed: false,
             accept_at_ns: 0,
             crowded: false,
-            stopping: false,
         }
     }
 
     /// Accepts the next client, unless accepting is paused. If too many clients are in their handshake, new
     /// ones wait in the socket's backlog, so that clients that never finish leave most connections to others.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
-        let ClientOrigin::Listener(listener, others) = &self.client_origin else { return };
+        let Some((listener, others)) = &self.listening else { return };
         let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
         if !crowded && self.crowded {
             self.accept_at_ns = 0;
@@ -141,8 +133,8 @@ impl NbdSource {
         let load = |engine: &usize| self.loads[*engine].load(Relaxed);
         let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
         self.loads[engine].fetch_add(1, Relaxed);
-        match &self.client_origin {
-            ClientOrigin::Listener(_, others) if engine > 0 => {
+        match &self.listening {
+            Some((_, others)) if engine > 0 => {
                 let (handle, id) = &others[engine - 1];
                 handle.send(*id, Box::new(Message::Client(socket)));
             }
@@ -155,7 +147,7 @@ impl NbdSource {
             self.connections.push(None);
             self.connections.len() - 1
         });
-        let (options, stopping) = (&self.shared.options, self.stopping);
+        let (options, stopping) = (&self.shared.options, self.shared.stopping);
         let stream = match stopping {
             true => Err(socket),
             false => Stream::new(slot as u32, socket, options.tls.as_ref()),
@@ -172,8 +164,8 @@ impl NbdSource {
             }
         };
         let status = self.registry.register(peer_name(stream.socket()));
-        let unaligned = self.shared.options.unaligned.is_some();
-        let exports = self.shared.options.exports.iter().map(|export| {
+        let unaligned = options.unaligned.is_some();
+        let exports = options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
             Export {
                 name: export.name.clone(),
@@ -185,12 +177,10 @@ impl NbdSource {
                 bitmaps: offered_bitmaps(cx.disk(export.queue)),
             }
         });
-        let exports: Vec<Export> = exports.collect();
+        let (exports, tls) = (exports.collect(), options.tls_policy());
         let since_ns = cx.now_ns();
-        let until_ns = since_ns + self.shared.options.handshake_timeout_s * 1_000_000_000;
+        let until_ns = since_ns + options.handshake_timeout_s * 1_000_000_000;
         self.shared.expect_deadline(until_ns);
-        let tls = self.shared.options.tls_policy();
-        self.shared.set_client(slot, status.id);
         let connection = Connection::new(slot as u32, stream, status, exports, tls, since_ns..until_ns);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
@@ -210,7 +200,13 @@ impl NbdSource {
 
     /// Handles deadlines that have passed.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
-        let Some(now_ns) = self.shared.take_deadline(cx) else { return };
+        // The clock is read only if there is a deadline.
+        let deadline_ns = self.shared.deadline_ns;
+        let now_ns = if deadline_ns == u64::MAX { 0 } else { cx.now_ns() };
+        if now_ns < deadline_ns {
+            return;
+        }
+        self.shared.deadline_ns = u64::MAX;
         for connection in self.connections.iter_mut().flatten() {
             connection.check_deadline(now_ns);
             self.shared.expect_deadline(connection.deadline_ns());
@@ -219,14 +215,19 @@ impl NbdSource {
     }
 
     fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
-        self.shared.order_writes(cx);
-        self.finish_ordered();
+        let EngineShared { unaligned, in_flight, buffers, .. } = &mut self.shared;
+        unaligned.order_writes(in_flight, buffers, cx);
+        self.continue_ordered(cx);
     }
 
-    fn finish_ordered(&mut self) {
-        while let Some(finished) = self.shared.unaligned.finished.pop() {
-            self.update(finished.request.connection, |connection, shared| {
-                connection.complete_ordered(finished, shared);
+    /// Submits the bios of ordered writes, and replies to the writes that have completed.
+    fn continue_ordered(&mut self, cx: &mut SourceContext<'_>) {
+        while let Some((queue, client, bio)) = self.shared.unaligned.bios.pop_front() {
+            self.shared.submissions.submit_for(cx, client, queue, bio);
+        }
+        while let Some((request, result)) = self.shared.unaligned.finished.pop() {
+            self.update(request.connection, |connection, shared| {
+                connection.requests.complete_ordered(request, result, shared);
             });
         }
     }
@@ -241,7 +242,10 @@ impl NbdSource {
 
     /// The request and the connection to which a bio belongs.
     fn owner_of(&self, user_data: u64) -> Option<(&InFlight, &Connection)> {
-        let request = self.shared.request_of(user_data)?;
+        let request = match Unaligned::is_ordered(user_data) {
+            true => self.shared.unaligned.request_of(user_data),
+            false => self.shared.in_flight.get(user_data),
+        }?;
         Some((request, self.connections.get(request.connection as usize)?.as_ref()?))
     }
 
@@ -285,12 +289,6 @@ unsafe impl Source for NbdSource {
             // From now on, writes of this engine are ordered with those of other engines.
             self.shared.unaligned.join(cx);
         }
-        if let ClientOrigin::Client(client) = &mut self.client_origin
-            && let Some(socket) = client.take()
-            && self.registry.admit(1, || peer_name(&socket))
-        {
-            self.assign(cx, socket);
-        }
         Ok(())
     }
 
@@ -307,17 +305,20 @@ unsafe impl Source for NbdSource {
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        match self.shared.complete(completion, cx) {
-            Some((request, completion)) => self.update(request.connection, |connection, shared| {
-                connection.complete(request, completion, shared);
-            }),
-            None => self.finish_ordered(),
+        if Unaligned::is_ordered(completion.user_data) {
+            self.shared.unaligned.complete(completion, &mut self.shared.buffers);
+            return self.continue_ordered(cx);
         }
+        let Some(request) = self.shared.in_flight.take(completion.user_data) else { return };
+        self.update(request.connection, |connection, shared| {
+            let buffer = completion.data.into_buffer();
+            connection.requests.complete(request, completion.result, buffer, shared);
+        });
     }
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         if message.is::<RangesChanged>() {
-            self.shared.unaligned.notify();
+            self.shared.unaligned.notified = true;
         }
         let Ok(message) = message.downcast::<Message>() else { return };
         match *message {
@@ -327,11 +328,11 @@ unsafe impl Source for NbdSource {
                 self.update(slot, |connection, _| connection.stream.resume_handshake(tls));
             }
             Message::Status(number, contexts) => {
-                self.shared.queries.finish();
+                self.shared.queries.running = false;
                 self.shared.start_query(cx);
-                let Some(request) = self.shared.in_flight.requests.take(number) else { return };
+                let Some(request) = self.shared.in_flight.take(number) else { return };
                 self.update(request.connection, |connection, _| {
-                    connection.complete_status(request, contexts);
+                    connection.requests.complete_status(request, contexts.ok_or(NbdError::Io));
                 });
             }
         }
@@ -340,7 +341,7 @@ unsafe impl Source for NbdSource {
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         self.shared.work.begin(cx);
         self.check_deadlines(cx);
-        if self.shared.resubmit_requeued(cx) {
+        if self.shared.submissions.resubmit(cx) {
             self.make_all_ready();
         }
         self.order_writes(cx);
@@ -359,18 +360,18 @@ unsafe impl Source for NbdSource {
             }
         }
         self.shared.buffers.trim_if_idle(cx);
-        if !self.accept_armed && !self.stopping {
+        if !self.accept_armed && !self.shared.stopping {
             self.accept_next(cx);
         }
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // The ready list is not empty because the budget of the last turn was spent: run again immediately.
-        if !self.ready.is_empty() {
+        // The budget of the last turn was spent, or another thread had the range lock: run again immediately.
+        if !self.ready.is_empty() || self.shared.unaligned.contended {
             return Some(0);
         }
-        let accept_at_ns = (self.accept_at_ns > 0 && !self.stopping).then_some(self.accept_at_ns);
-        let times_ns = [Some(self.shared.deadline_ns()), self.shared.buffers.trim_at_ns(), accept_at_ns];
+        let accept_at_ns = (self.accept_at_ns > 0 && !self.shared.stopping).then_some(self.accept_at_ns);
+        let times_ns = [Some(self.shared.deadline_ns), self.shared.buffers.trim_at_ns(), accept_at_ns];
         times_ns.into_iter().flatten().min().filter(|at_ns| *at_ns < u64::MAX)
     }
 
@@ -387,14 +388,14 @@ unsafe impl Source for NbdSource {
     // `force` makes no difference here: `Registry::close_if_empty` lets a server stop without force only when
     // it has no clients.
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
-        self.stopping = true;
+        self.shared.stopping = true;
         if self.accept_armed && !self.cancel_armed {
             let accept = cx.token(token(ACCEPTED, 0)).0;
             self.cancel_armed = true;
             // SAFETY: the operation passes neither a pointer nor a descriptor.
             unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }
         }
-        let until_ns = self.shared.begin_stop(cx);
+        let until_ns = self.shared.transfer_until_ns(0, cx);
         for connection in self.connections.iter_mut().flatten() {
             connection.stop(until_ns);
         }
@@ -402,7 +403,7 @@ unsafe impl Source for NbdSource {
     }
 
     fn is_stopped(&self) -> bool {
-        self.stopping
+        self.shared.stopping
             && !self.accept_armed
             && !self.cancel_armed
             && self.connections.iter().all(Option::is_none)

@@ -47,18 +47,14 @@ pub(super) fn is_split(length: u64) -> bool {
 }
 
 pub(super) fn buffer_bytes(length: u64) -> usize {
-    parts(0..length).map(|part| BufferPool::size((part.end - part.start) as u32)).sum()
-}
-
-pub(super) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    let starts = range.clone().step_by(PART_BYTES as usize);
-    starts.map(move |start| start..range.end.min(start + PART_BYTES))
+    let starts = (0..length).step_by(PART_BYTES as usize);
+    starts.map(|start| BufferPool::size((length - start).min(PART_BYTES) as u32)).sum()
 }
 
 impl SplitReads {
     /// Adds a read, whose range must not be empty. [`SplitReads::next`] returns its parts.
     pub fn begin(&mut self, request: Request) {
-        let left = parts(request.range()).count() as u32;
+        let left = request.length.div_ceil(PART_BYTES) as u32;
         let read = self.reads.insert(SplitRead { request, next: request.offset, left, result: Ok(()) });
         self.waiting.push_back(read);
     }
@@ -72,7 +68,7 @@ impl SplitReads {
         let number = *self.waiting.front()?;
         let read = self.reads.get_mut(number)?;
         let end = read.request.range().end;
-        let range = parts(read.next..end).next()?;
+        let range = read.next..end.min(read.next + PART_BYTES);
         read.next = range.end;
         if range.end == end {
             self.waiting.pop_front();

@@ -2,8 +2,8 @@
 
 use std::mem::discriminant;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,6 @@ use blkq::sync::{Mutex, MutexGuard, lock};
 use crate::counters::counters;
 use crate::event::signal;
 use crate::reports::Reports;
-
-use super::rejections::{Reason, Rejection};
 
 /// The state of one connection.
 #[derive(Clone, Debug)]
@@ -31,6 +29,40 @@ pub struct ConnectionInfo {
     pub counters: NbdCounters,
     /// Requests that were received and whose replies were not sent.
     pub in_flight: u64,
+}
+
+/// The reason why the server rejected or disconnected a client.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The given maximum number of connections was reached.
+    TooMany(usize),
+    /// There was no memory for another connection.
+    NoMemory,
+    /// The server requires TLS and the client did not ask for it.
+    WithoutTls,
+    /// TLS failed; the text says how.
+    Tls(String),
+    /// The client broke the protocol in the handshake.
+    Handshake,
+    /// The client broke the protocol in the transmission phase.
+    Request,
+    /// The client did not finish its handshake, send a payload or take its replies in time.
+    Late,
+}
+
+/// A client that the server rejected or disconnected.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Rejection {
+    /// The client: `pid 123, uid 0` for a unix socket, or its address and port.
+    pub peer: String,
+    /// The reason of the rejection.
+    pub reason: Reason,
+    /// The number of earlier rejections of this kind that were counted only.
+    pub unreported: u64,
+    /// Whether further rejections of this kind are counted only, until a minute has passed.
+    pub last: bool,
 }
 
 counters! {
@@ -74,44 +106,22 @@ pub(super) struct ConnectionStatus {
     pub id: u64,
     pub peer: String,
     export: OnceLock<String>,
-    /// The registry's counter of that name.
-    established: Arc<AtomicUsize>,
     since: Instant,
-    /// The counters of requests, which the engine stores once per turn.
+    /// The counters, which the engine stores once per turn.
     published: PublishedCounters,
-    violations: AtomicU64,
-    timeouts: AtomicU64,
     in_flight: AtomicU64,
 }
 
 impl ConnectionStatus {
-    /// Publishes the counters of requests and the number of requests in flight.
+    /// Publishes the counters and the number of requests in flight.
     pub fn publish(&self, counters: &NbdCounters, in_flight: usize) {
         self.published.store(counters);
         self.in_flight.store(in_flight as u64, Relaxed);
     }
 
-    fn counters(&self) -> NbdCounters {
-        NbdCounters {
-            violations: self.violations.load(Relaxed),
-            timeouts: self.timeouts.load(Relaxed),
-            ..self.published.load()
-        }
-    }
-
-    pub fn count_violation(&self) {
-        self.violations.fetch_add(1, Relaxed);
-    }
-
-    pub fn count_timeout(&self) {
-        self.timeouts.fetch_add(1, Relaxed);
-    }
-
-    /// Records the export that the client chose. Only the first call has an effect.
+    /// Records the export that the client chose.
     pub fn establish(&self, export: String) {
-        if self.export.set(export).is_ok() {
-            self.established.fetch_add(1, Relaxed);
-        }
+        let _ = self.export.set(export);
     }
 }
 
@@ -134,9 +144,6 @@ pub(super) struct Registry {
     /// Held only to change, copy or count, never while waiting. Engines lock it when they accept and when a
     /// connection opens or closes.
     connections: Mutex<Connections>,
-    /// The number of open connections whose clients have chosen an export. Relaxed accesses suffice: it decides
-    /// only when the next client is accepted.
-    established: Arc<AtomicUsize>,
     pub rejections: Reports<Rejection, Reason>,
     /// An eventfd that is written when the last client disconnects, once one has chosen an export.
     idle_event: Option<Arc<OwnedFd>>,
@@ -153,12 +160,7 @@ impl Drop for Paused<'_> {
 
 impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
-        Registry {
-            connections: Mutex::default(),
-            established: Arc::default(),
-            rejections: Reports::new(rejection_event),
-            idle_event,
-        }
+        Registry { connections: Mutex::default(), rejections: Reports::new(rejection_event), idle_event }
     }
 
     /// Decides whether one more connection is accepted. If so, it counts as open until
@@ -212,11 +214,8 @@ impl Registry {
             id: connections.sum.connections,
             peer,
             export: OnceLock::new(),
-            established: self.established.clone(),
             since: Instant::now(),
             published: PublishedCounters::default(),
-            violations: AtomicU64::new(0),
-            timeouts: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         });
         connections.open.push(status.clone());
@@ -226,11 +225,8 @@ impl Registry {
     pub fn unregister(&self, status: &Arc<ConnectionStatus>) {
         let mut connections = lock(&self.connections);
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
-        connections.sum += status.counters();
-        if status.export.get().is_some() {
-            connections.served = true;
-            self.established.fetch_sub(1, Relaxed);
-        }
+        connections.sum += status.published.load();
+        connections.served |= status.export.get().is_some();
         self.leave(connections);
     }
 
@@ -264,14 +260,16 @@ impl Registry {
 
     /// The number of clients that have not chosen an export yet.
     pub fn handshaking(&self) -> usize {
-        self.open().saturating_sub(self.established.load(Relaxed))
+        let connections = lock(&self.connections);
+        let established = connections.open.iter().filter(|status| status.export.get().is_some()).count();
+        connections.admitted.saturating_sub(established)
     }
 
     /// Counters of all open and closed connections. No counter ever decreases.
     pub fn counters(&self) -> NbdCounters {
         let connections = lock(&self.connections);
         let mut sum = connections.sum;
-        connections.open.iter().for_each(|status| sum += status.counters());
+        connections.open.iter().for_each(|status| sum += status.published.load());
         sum
     }
 
@@ -282,7 +280,7 @@ impl Registry {
             peer: status.peer.clone(),
             export: status.export.get().cloned(),
             age: status.since.elapsed(),
-            counters: status.counters(),
+            counters: status.published.load(),
             in_flight: status.in_flight.load(Relaxed),
         };
         connections.iter().map(info).collect()

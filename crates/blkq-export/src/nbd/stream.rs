@@ -9,9 +9,10 @@ use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::buffers::{BufferPool, try_zeroed};
 use crate::peer::is_unix;
+use crate::work::TurnWork;
 
 use super::handshake::INPUT_BYTES;
-use super::outgoing::Outgoing;
+use super::reply::Outgoing;
 use super::shared::{RECEIVED, SENT, token};
 use super::tls::{StreamEnd, Tls, TlsOptions};
 
@@ -21,6 +22,9 @@ const _: () = assert!(INPUT_BUFFER_BYTES >= INPUT_BYTES);
 /// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
 /// CAP_NET_ADMIN is limited by net.core.wmem_max.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
+
+/// Cost of a decryption step, in items of the turn's budget: a client may send records with almost no data.
+const DECRYPT_ITEMS: usize = 4;
 
 /// TCP keepalive: after 30 s of silence the kernel probes the client every 10 s, and breaks the connection
 /// when three probes had no answer. So a dead client is detected after a minute.
@@ -39,8 +43,7 @@ pub(super) struct Stream {
     /// `input[start..end]` was received and not parsed.
     start: usize,
     end: usize,
-    gathering: Outgoing,
-    sending: Outgoing,
+    pub sending: Outgoing,
     tls: Option<Box<Tls>>,
     /// The TLS state until the client starts TLS.
     tls_offered: Option<Box<Tls>>,
@@ -71,7 +74,6 @@ impl Stream {
             input,
             start: 0,
             end: 0,
-            gathering: Outgoing::default(),
             sending: Outgoing::default(),
             tls: None,
             tls_offered,
@@ -94,25 +96,13 @@ impl Stream {
         &self.input[self.start..self.end]
     }
 
-    pub fn input_and_replies(&mut self) -> (&[u8], &mut Outgoing) {
-        (&self.input[self.start..self.end], &mut self.gathering)
-    }
-
     pub fn consume(&mut self, bytes: usize) {
         self.start += bytes;
     }
 
-    pub fn replies(&mut self) -> &mut Outgoing {
-        &mut self.gathering
-    }
-
-    pub fn unsent_replies(&self) -> usize {
-        self.sending.replies() + self.gathering.replies()
-    }
-
-    /// Whether nothing is left to send. Valid only while no send is in flight.
-    pub fn is_flushed(&self) -> bool {
-        self.gathering.is_empty() && !self.tls.as_ref().is_some_and(|tls| tls.wants_send())
+    /// Whether TLS itself has something to send. Valid only while no send is in flight.
+    pub fn wants_tls_send(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.wants_send())
     }
 
     /// Whether the kernel is using memory of this connection.
@@ -157,24 +147,22 @@ impl Stream {
     }
 
     /// Decrypts into `payload`, else into the input buffer. Returns 0 bytes if more must be received first.
-    pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, StreamEnd> {
+    pub fn decrypt(&mut self, payload: Option<&mut [u8]>, work: &mut TurnWork) -> Result<usize, StreamEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
         if self.receive_armed || self.plaintext_pending || tls.wants_handshake() {
             return Ok(0);
         }
-        if let Some(payload) = payload {
-            return tls.read(payload);
-        }
-        // At most an incomplete request or option is left in the input, so there is room after it.
-        self.input.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
-        let bytes = tls.read(&mut self.input[self.end..])?;
-        self.end += bytes;
-        Ok(bytes)
-    }
-
-    pub fn take_decrypt_steps(&mut self) -> usize {
-        self.tls.as_mut().map_or(0, |tls| tls.take_steps())
+        let decrypted = match payload {
+            Some(payload) => tls.read(payload),
+            None => {
+                // At most an incomplete request or option is left in the input, so there is room after it.
+                self.input.copy_within(self.start..self.end, 0);
+                (self.start, self.end) = (0, self.end - self.start);
+                tls.read(&mut self.input[self.end..]).inspect(|bytes| self.end += bytes)
+            }
+        };
+        work.spend(DECRYPT_ITEMS * tls.take_steps());
+        decrypted
     }
 
     /// Returns the TLS state if a worker must continue the handshake. Nothing may be sent or received until
@@ -195,14 +183,14 @@ impl Stream {
         self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
     }
 
-    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length of the
+    /// Prepares to send the gathered `replies`, or what TLS itself has to send. Returns the length of the
     /// replies in bytes, `None` if there is nothing to send. After `Some`, the caller calls
     /// [`Stream::push_send`].
-    pub fn prepare_send(&mut self) -> Option<u64> {
-        if self.gathering.is_empty() {
-            return self.tls.as_ref().is_some_and(|tls| tls.wants_send()).then_some(0);
+    pub fn prepare_send(&mut self, replies: &mut Outgoing) -> Option<u64> {
+        if replies.is_empty() {
+            return self.wants_tls_send().then_some(0);
         }
-        std::mem::swap(&mut self.gathering, &mut self.sending);
+        std::mem::swap(replies, &mut self.sending);
         Some(self.sending.prepare() as u64)
     }
 
@@ -252,15 +240,11 @@ impl Stream {
         })
     }
 
-    /// Returns the number of replies that were sent, and of buffer bytes that are now free.
-    pub fn recycle_sent(&mut self, pool: &mut BufferPool) -> (usize, usize) {
-        self.plaintext_pending &= !self.gathering.is_empty();
-        let replies = self.sending.replies();
-        (replies, self.sending.recycle(pool))
-    }
-
-    pub fn drop_replies(&mut self, pool: &mut BufferPool) -> usize {
-        self.gathering.recycle(pool)
+    /// Ends a send. `is_last`: no replies were gathered meanwhile. Returns the number of buffer bytes that are now
+    /// free.
+    pub fn recycle_sent(&mut self, is_last: bool, pool: &mut BufferPool) -> usize {
+        self.plaintext_pending &= !is_last;
+        self.sending.recycle(pool)
     }
 
     /// Receives the rest of a payload directly into its buffer, and what follows into the input buffer.
@@ -310,11 +294,6 @@ impl Stream {
         let of_payload = bytes.min(payload);
         self.end += bytes - of_payload;
         Ok(of_payload)
-    }
-
-    pub fn release(&mut self, pool: &mut BufferPool) {
-        self.gathering.recycle(pool);
-        self.sending.recycle(pool);
     }
 }
 

@@ -8,9 +8,8 @@ use rustls::{CertificateError, Error, ServerConnection};
 
 use crate::buffers::try_zeroed;
 
-use super::certificates::TlsCertificates;
-use super::outgoing::Outgoing;
-use super::verifier::UsageError;
+use super::certificates::{TlsCertificates, UsageError};
+use super::reply::Outgoing;
 
 /// Size in bytes of the buffer for received records that are not decrypted yet: several records of 16 KiB.
 const INCOMING_BYTES: usize = 128 << 10;

@@ -1,7 +1,7 @@
 //! Parses requests from a stream of bytes, and checks them against what was negotiated.
 
 use zerocopy::byteorder::big_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned};
+use zerocopy::{FromBytes, IntoBytes, TryFromBytes};
 
 use super::handshake::Session;
 use super::proto::*;
@@ -52,34 +52,36 @@ pub enum Step {
 }
 
 /// Parses the requests of one session.
+#[derive(Default)]
 pub struct Transmission {
     session: Session,
     /// Bytes of the last request's payload that are left in the stream.
     payload: u32,
-    drop_payload: bool,
+    /// Bytes of a rejected payload that must still be discarded.
+    skip: u32,
     over: bool,
 }
 
 impl Transmission {
     /// Begins to parse the stream that follows the handshake of `session`.
     pub fn new(session: Session) -> Transmission {
-        Transmission { session, payload: 0, drop_payload: false, over: false }
+        Transmission { session, ..Transmission::default() }
     }
 
     /// The number of payload bytes of the last write that are left in the stream. The caller must take them
     /// from the stream, and call [`Transmission::took_payload`], before it parses the next request.
     pub fn payload_bytes(&self) -> u32 {
-        if self.drop_payload { 0 } else { self.payload }
+        self.payload
     }
 
     /// Lets [`Transmission::next`] skip the rest of the payload.
     pub fn drop_payload(&mut self) {
-        self.drop_payload = self.payload > 0;
+        self.skip += std::mem::take(&mut self.payload);
     }
 
     /// Notes that `bytes` of the payload were taken from the stream. Panics if fewer bytes are left.
     pub fn took_payload(&mut self, bytes: u32) {
-        assert!(bytes <= self.payload_bytes(), "no more than the payload is taken");
+        assert!(bytes <= self.payload, "no more than the payload is taken");
         self.payload -= bytes;
     }
 
@@ -89,41 +91,46 @@ impl Transmission {
         if self.over {
             return Step::Violation;
         }
-        if self.drop_payload {
-            let dropped = input.len().min(self.payload as usize);
-            *input = &input[dropped..];
-            self.payload -= dropped as u32;
-            if self.payload > 0 {
+        if self.skip > 0 {
+            let skipped = input.len().min(self.skip as usize);
+            *input = &input[skipped..];
+            self.skip -= skipped as u32;
+            if self.skip > 0 {
                 return Step::Receive;
             }
-            self.drop_payload = false;
         }
         assert!(self.payload == 0, "the payload of a write is taken first");
-        let header = match self.header(input) {
-            Ok(Some(header)) => header,
-            Ok(None) => return Step::Receive,
-            Err(step) => return self.close(step),
-        };
+        let extended = self.session.replies == ReplyStyle::Extended;
+        let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
+        // A wrong magic number is a violation as soon as its four bytes have arrived.
+        if input.first_chunk().is_some_and(|first| u32::from_be_bytes(*first) != magic) {
+            return self.close(Step::Violation);
+        }
+        let Some((header, length, rest)) = read_header(input, extended) else { return Step::Receive };
+        *input = rest;
         // `None`: the command is not supported.
         let command = Command::try_read_from_bytes(header.command.get().as_bytes()).ok();
         if command == Some(Command::Disconnect) {
             return self.close(Step::Disconnect);
         }
+        let (flags, cookie, offset) = (header.flags.get(), header.cookie.get(), header.offset.get());
         // With extended headers, a write must set `NBD_CMD_FLAG_PAYLOAD_LEN`. QEMU 10 does not set it, but
         // sends the payload, so each write has one.
-        let has_payload = command == Some(Command::Write)
-            || self.session.replies == ReplyStyle::Extended
-                && header.flags.get() & CommandFlags::PAYLOAD_LEN.bits() != 0;
-        let length = header.length.get();
+        let has_payload =
+            command == Some(Command::Write) || extended && flags & CommandFlags::PAYLOAD_LEN.bits() != 0;
         if has_payload && length > u64::from(PAYLOAD_MAX_BYTES) {
             return self.close(Step::Violation);
         }
         self.payload = if has_payload { length as u32 } else { 0 };
-        match self.check(command, &header) {
+        let request = match (command, CommandFlags::from_bits(flags)) {
+            (Some(command), Some(flags)) => self.check(Request { command, flags, cookie, offset, length }),
+            _ => Err(NbdError::Invalid),
+        };
+        match request {
             Ok(request) => Step::Request(request),
             Err(error) => {
-                self.drop_payload = self.payload > 0;
-                Step::Rejected { cookie: header.cookie.get(), offset: header.offset.get(), error }
+                self.drop_payload();
+                Step::Rejected { cookie, offset, error }
             }
         }
     }
@@ -133,23 +140,9 @@ impl Transmission {
         step
     }
 
-    /// `None` if incomplete. A wrong magic number is an error as soon as its four bytes have arrived.
-    fn header(&self, input: &mut &[u8]) -> Result<Option<ExtendedRequest>, Step> {
-        let extended = self.session.replies == ReplyStyle::Extended;
-        let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
-        match input.first_chunk::<4>() {
-            None => return Ok(None),
-            Some(first) if u32::from_be_bytes(*first) != magic => return Err(Step::Violation),
-            Some(_) => {}
-        }
-        Ok(if extended { read_header::<U64>(input) } else { read_header::<U32>(input) })
-    }
-
-    fn check(&self, command: Option<Command>, header: &ExtendedRequest) -> Result<Request, NbdError> {
+    fn check(&self, request: Request) -> Result<Request, NbdError> {
         let session = &self.session;
-        let flags = CommandFlags::from_bits(header.flags.get());
-        let (Some(command), Some(flags)) = (command, flags) else { return Err(NbdError::Invalid) };
-        let (cookie, offset, length) = (header.cookie.get(), header.offset.get(), header.length.get());
+        let Request { command, flags, offset, length, .. } = request;
         let advertised = |any: TransmissionFlags| session.flags.intersects(any);
         let mut allowed = CommandFlags::empty();
         // The specification allows FUA with every command, once it was announced.
@@ -182,7 +175,6 @@ impl Transmission {
         if !known || !allowed.contains(flags) {
             return Err(NbdError::Invalid);
         }
-        let request = Request { command, flags, cookie, offset, length };
         let writes = matches!(command, Command::Write | Command::Trim | Command::WriteZeroes);
         if writes && advertised(TransmissionFlags::READ_ONLY) {
             return Err(NbdError::Permission);
@@ -194,8 +186,7 @@ impl Transmission {
             return Err(NbdError::Invalid);
         }
         if offset.checked_add(length).is_none_or(|end| end > session.size_bytes) {
-            let space = matches!(command, Command::Write | Command::WriteZeroes);
-            return Err(if space { NbdError::NoSpace } else { NbdError::Invalid });
+            return Err(beyond_end(command));
         }
         if command == Command::Read && length > u64::from(PAYLOAD_MAX_BYTES) {
             // The specification: EOVERFLOW if the server could have split the reply into structured chunks
@@ -207,13 +198,22 @@ impl Transmission {
     }
 }
 
-/// Reads a header with a length of the type `L`; `None` if it is incomplete.
-fn read_header<L>(input: &mut &[u8]) -> Option<ExtendedRequest>
-where
-    L: FromBytes + Immutable + KnownLayout + Unaligned + Copy + Into<U64> + 'static,
-{
-    let (request, rest) = RequestHeader::<L>::ref_from_prefix(input).ok()?;
-    *input = rest;
-    let RequestHeader { magic, flags, command, cookie, offset, length } = *request;
-    Some(RequestHeader { magic, flags, command, cookie, offset, length: length.into() })
+/// The error of a command whose range is not inside of the export.
+pub(super) fn beyond_end(command: Command) -> NbdError {
+    if matches!(command, Command::Write | Command::WriteZeroes) {
+        NbdError::NoSpace
+    } else {
+        NbdError::Invalid
+    }
+}
+
+/// Returns the header and the length of a request, and the bytes after them; `None` if they are incomplete.
+fn read_header(input: &[u8], extended: bool) -> Option<(&RequestHeader, u64, &[u8])> {
+    let (header, rest) = RequestHeader::ref_from_prefix(input).ok()?;
+    if extended {
+        let (length, rest) = U64::read_from_prefix(rest).ok()?;
+        return Some((header, length.get(), rest));
+    }
+    let (length, rest) = U32::read_from_prefix(rest).ok()?;
+    Some((header, length.get().into(), rest))
 }

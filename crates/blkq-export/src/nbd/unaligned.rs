@@ -11,25 +11,56 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, SourceContext, Status};
+use blkq::trace::TraceClient;
+use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, Sector, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 use crate::slots::Slots;
 
-use super::in_flight::{InFlight, InFlightTable};
-use super::plan::{bio, blocks_around, blocks_within, edges};
+use super::in_flight::InFlight;
+use super::proto::Command;
 use super::ranges::{Member, RangeLock};
 
 /// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
 const ORDERED_BIT: u64 = 1 << 40;
-const KIND_SHIFT: u32 = 32;
+const KIND: u64 = ORDERED_BIT | 3 << 32;
 /// Kinds of bios: a read of the first or the last block, and a write.
-const READ_HEAD: u64 = 0;
-const READ_TAIL: u64 = 1;
-const WRITE: u64 = 2;
+const READ_HEAD: u64 = ORDERED_BIT;
+const READ_TAIL: u64 = ORDERED_BIT | 1 << 32;
+const WRITE: u64 = KIND;
+
+/// The smallest range of whole blocks that contains `range`. `block` is the block size in bytes, a power of two.
+pub(super) fn blocks_around(range: &Range<u64>, block: u64) -> Range<u64> {
+    range.start & !(block - 1)..range.end.next_multiple_of(block)
+}
+
+/// The largest range of whole blocks inside `range`. It may be empty.
+pub(super) fn blocks_within(range: &Range<u64>, block: u64) -> Range<u64> {
+    let start = range.start.next_multiple_of(block);
+    start..start.max(range.end & !(block - 1))
+}
+
+/// The offsets of the first and the last block of `range`, if it does not cover them completely. If both are the same
+/// block, it is returned once.
+pub(super) fn edges(range: &Range<u64>, block: u64) -> [Option<u64>; 2] {
+    let around = blocks_around(range, block);
+    let (head, tail) = (around.start, around.end - block);
+    let in_tail = range.end < around.end && (tail > head || range.start == head);
+    [(range.start > head).then_some(head), in_tail.then_some(tail)]
+}
+
+/// The bio for whole `blocks`.
+pub(super) fn bio(operation: Operation, flags: BioFlags, blocks: &Range<u64>, data: Data) -> Bio {
+    // A logical block is a multiple of 512 bytes.
+    let (sector, sectors) = (Sector(blocks.start >> 9), (blocks.end - blocks.start) >> 9);
+    Bio { operation, flags, sector, sectors, data, user_data: 0 }
+}
 
 /// A message to a source: it must check a new range for writes in flight, or one of its ranges was granted.
 pub(super) struct RangesChanged;
+
+/// Bios to submit, each with the index of its queue and its client.
+type Bios = VecDeque<(usize, TraceClient, Bio)>;
 
 pub(super) struct OrderedWrite {
     pub request: InFlight,
@@ -42,8 +73,6 @@ pub(super) struct OrderedWrite {
     pub block: u64,
     /// The data of a write. It covers the blocks around the range, with the payload at its position in them.
     pub data: Data,
-    /// Bytes of buffers that the connection has reserved for the request.
-    pub buffered: usize,
 }
 
 impl OrderedWrite {
@@ -54,39 +83,79 @@ impl OrderedWrite {
     fn is_whole(&self) -> bool {
         self.blocks() == self.range
     }
-
-    fn bio(&self, blocks: &Range<u64>, operation: Operation, data: Data) -> Bio {
-        let flags = match operation {
-            Operation::Read => BioFlags::empty(),
-            // The first and the last block of write zeroes are written with data, so NO_UNMAP has no meaning
-            // for them.
-            Operation::Write => self.flags & BioFlags::FUA,
-            _ => self.flags,
-        };
-        bio(operation, flags, blocks, data)
-    }
 }
 
 struct OrderedInFlight {
     write: OrderedWrite,
     /// Ticket of the range lock, if the write has an entry there.
     ticket: Option<u64>,
-    /// Bios that were submitted and have not completed.
-    bios: u32,
+    /// The number of bios that were submitted and have not completed.
+    pending: u32,
     result: IoResult,
 }
 
-pub(super) struct Finished {
-    pub request: InFlight,
-    pub result: IoResult,
-    /// Bytes of buffers that the connection no longer needs.
-    pub freed: usize,
-}
+impl OrderedInFlight {
+    fn begin(&mut self, key: u32, bios: &mut Bios, buffers: &mut BufferPool, cx: &mut SourceContext<'_>) {
+        let OrderedWrite { ref range, block, operation, .. } = self.write;
+        let (within, edges) = (blocks_within(range, block), edges(range, block));
+        if !within.is_empty() && (operation == Operation::WriteZeroes || self.write.is_whole()) {
+            self.write_blocks(u64::from(key) | WRITE, within, operation, bios);
+        }
+        for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
+            let Some(edge) = edge else { continue };
+            match buffers.take(block as u32, cx.registrar()) {
+                Some(buffer) => {
+                    let id = u64::from(key) | kind;
+                    self.submit(id, Operation::Read, edge..edge + block, buffer.into(), bios);
+                }
+                None => self.result = Err(Status::Resource),
+            }
+        }
+    }
 
-/// The pool for buffers, and the ring that registers them.
-pub(super) struct BufferSource<'a, 'b> {
-    pub buffers: &'a mut BufferPool,
-    pub cx: &'a mut SourceContext<'b>,
+    fn write_blocks(&mut self, id: u64, blocks: Range<u64>, operation: Operation, bios: &mut Bios) {
+        let data = std::mem::take(&mut self.write.data);
+        self.submit(id, operation, blocks, data, bios);
+    }
+
+    fn submit(&mut self, id: u64, operation: Operation, blocks: Range<u64>, data: Data, bios: &mut Bios) {
+        self.pending += 1;
+        let OrderedWrite { request, queue, flags, .. } = self.write;
+        let flags = match operation {
+            Operation::Read => BioFlags::empty(),
+            // The first and the last block of write zeroes are written with data, so NO_UNMAP has no meaning
+            // for them.
+            Operation::Write => flags & BioFlags::FUA,
+            _ => flags,
+        };
+        let bio = Bio { user_data: id, ..bio(operation, flags, &blocks, data) };
+        bios.push_back((queue, request.client, bio));
+    }
+
+    /// Merges a block at an end of the range with the payload, or zeroes the part of the request.
+    fn complete_edge(&mut self, id: u64, mut edge: IoBuffer, bios: &mut Bios, buffers: &mut BufferPool) {
+        let blocks = self.write.blocks();
+        let write = &mut self.write;
+        let at = if id & KIND == READ_HEAD { blocks.start } else { blocks.end - write.block };
+        // The part of the block that the request changes, as offsets in the block.
+        let from = write.range.start.saturating_sub(at) as usize;
+        let until = (write.range.end - at).min(write.block) as usize;
+        if write.operation == Operation::WriteZeroes {
+            edge[from..until].fill(0);
+            let blocks = at..at + write.block;
+            return self.submit(id | WRITE, Operation::Write, blocks, edge.into(), bios);
+        }
+        if let Data::Buffer(data) = &mut write.data {
+            let block = write.block as usize;
+            let data = &mut data[(at - blocks.start) as usize..][..block];
+            data[..from].copy_from_slice(&edge[..from]);
+            data[until..].copy_from_slice(&edge[until..block]);
+        }
+        buffers.put(edge);
+        if self.pending == 0 && self.result.is_ok() {
+            self.write_blocks(id | WRITE, blocks, Operation::Write, bios);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -101,15 +170,16 @@ pub(super) struct Unaligned {
     released: Vec<u64>,
     /// Writes whose ranges are locked and that can begin.
     granted: VecDeque<u32>,
-    notified: bool,
+    /// The ranges of writes that were in flight at the last check. Kept for its capacity.
+    writes_found: Vec<Range<u64>>,
+    pub notified: bool,
     /// Exclusive ranges are left to check when writes of this engine have completed.
     unchecked: bool,
     /// Another thread had locked the table when this source tried.
-    contended: bool,
-    /// Bios to submit, each with the index of its queue.
-    pub bios: VecDeque<(usize, Bio)>,
+    pub contended: bool,
+    pub bios: Bios,
     /// Completed writes to reply to.
-    pub finished: Vec<Finished>,
+    pub finished: Vec<(InFlight, IoResult)>,
 }
 
 impl Unaligned {
@@ -128,14 +198,6 @@ impl Unaligned {
         self.lock.is_taken()
     }
 
-    pub fn notify(&mut self) {
-        self.notified = true;
-    }
-
-    pub fn is_contended(&self) -> bool {
-        self.contended
-    }
-
     pub fn is_idle(&self) -> bool {
         self.writes.len() == 0 && self.released.is_empty()
     }
@@ -150,21 +212,21 @@ impl Unaligned {
     }
 
     pub fn push(&mut self, write: OrderedWrite) {
-        let write = OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) };
-        let key = self.writes.insert(write) as u32;
-        self.arrived.push_back(key);
-    }
-
-    fn get(&mut self, key: u32) -> Option<&mut OrderedInFlight> {
-        self.writes.get_mut(key.into())
+        let write = OrderedInFlight { write, ticket: None, pending: 0, result: Ok(()) };
+        self.arrived.push_back(self.writes.insert(write) as u32);
     }
 
     /// Enters new writes, releases tickets, checks ranges, and begins the writes that were granted.
-    pub fn order_writes(&mut self, in_flight: &mut InFlightTable, memory: &mut BufferSource<'_, '_>) {
+    pub fn order_writes(
+        &mut self,
+        in_flight: &mut Slots<InFlight>,
+        buffers: &mut BufferPool,
+        cx: &mut SourceContext<'_>,
+    ) {
         if self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked {
             return;
         }
-        let Some(member) = &mut self.member else { return };
+        let Some(member) = &self.member else { return };
         let Some(mut session) = member.try_enter() else {
             self.contended = true;
             return;
@@ -182,113 +244,47 @@ impl Unaligned {
             if arrived.ticket.is_none() {
                 // No overlapping range is locked, so the write runs as a normal one. It is added to the table
                 // of requests in flight here, so that the check below finds it.
-                let user_data = in_flight.requests.insert(write.request);
+                let user_data = in_flight.insert(write.request);
                 let data = std::mem::take(&mut write.data);
-                let bio = Bio { user_data, ..write.bio(&write.range, write.operation, data) };
-                self.bios.push_back((write.queue, bio));
+                let bio = Bio { user_data, ..bio(write.operation, write.flags, &write.range, data) };
+                self.bios.push_back((write.queue, write.request.client, bio));
                 self.writes.take(key.into());
             }
         }
         let mut found = false;
         self.unchecked = session.check(|range| {
             if !std::mem::replace(&mut found, true) {
-                in_flight.find_writes();
+                find_writes(in_flight, &mut self.writes_found);
             }
-            in_flight.wrote_to(range)
+            overlaps(&self.writes_found, range)
         });
         self.granted.extend(session.take_granted());
         drop(session);
         while let Some(key) = self.granted.pop_front() {
-            self.begin(key, memory);
-            self.finish(key, memory);
-        }
-    }
-
-    fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>) {
-        let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
-        let (range, block, operation) = (write.range.clone(), write.block, write.operation);
-        if write.is_whole() {
-            return self.write_blocks(key, range, operation);
-        }
-        let within = blocks_within(&range, block);
-        if operation == Operation::WriteZeroes && !within.is_empty() {
-            self.write_blocks(key, within, operation);
-        }
-        for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges(&range, block)) {
-            let Some(edge) = edge else { continue };
-            match memory.buffers.take(block as u32, memory.cx.registrar()) {
-                Some(buffer) => {
-                    self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into());
-                }
-                None => self.fail(key, Status::Resource),
+            if let Some(write) = self.writes.get_mut(key.into()) {
+                write.begin(key, &mut self.bios, buffers, cx);
             }
+            self.finish(key, buffers);
         }
     }
 
-    fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation) {
-        let Some(ordered) = self.get(key) else { return };
-        let data = std::mem::take(&mut ordered.write.data);
-        self.push_bio(key, WRITE, blocks, operation, data);
-    }
-
-    fn push_bio(&mut self, key: u32, kind: u64, blocks: Range<u64>, operation: Operation, data: Data) {
-        let Some(ordered) = self.get(key) else { return };
-        ordered.bios += 1;
-        let user_data = ORDERED_BIT | kind << KIND_SHIFT | u64::from(key);
-        let bio = Bio { user_data, ..ordered.write.bio(&blocks, operation, data) };
-        let queue = ordered.write.queue;
-        self.bios.push_back((queue, bio));
-    }
-
-    fn fail(&mut self, key: u32, status: Status) {
-        if let Some(ordered) = self.get(key) {
-            ordered.result = Err(status);
-        }
-    }
-
-    pub fn complete(&mut self, completion: Completion, memory: &mut BufferSource<'_, '_>) {
+    pub fn complete(&mut self, completion: Completion, buffers: &mut BufferPool) {
         let key = completion.user_data as u32;
-        let kind = completion.user_data >> KIND_SHIFT & 0xff;
-        let Some(ordered) = self.get(key) else { return };
-        ordered.bios -= 1;
-        ordered.result = ordered.result.and(completion.result);
+        let Some(write) = self.writes.get_mut(key.into()) else { return };
+        write.pending -= 1;
+        write.result = write.result.and(completion.result);
         match completion.data.into_buffer() {
-            Some(edge) if kind != WRITE && completion.result.is_ok() => {
-                self.complete_edge(key, kind, edge, memory);
+            Some(edge) if completion.user_data & KIND != WRITE && completion.result.is_ok() => {
+                write.complete_edge(completion.user_data, edge, &mut self.bios, buffers);
             }
-            Some(buffer) => memory.buffers.put(buffer),
+            Some(buffer) => buffers.put(buffer),
             None => {}
         }
-        self.finish(key, memory);
+        self.finish(key, buffers);
     }
 
-    /// Merges a block at an end of the range with the payload, or zeroes the part of the request.
-    fn complete_edge(&mut self, key: u32, kind: u64, mut edge: IoBuffer, memory: &mut BufferSource<'_, '_>) {
-        let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
-        let blocks = write.blocks();
-        let at = if kind == READ_HEAD { blocks.start } else { blocks.end - write.block };
-        // The part of the block that the request changes, as offsets in the block.
-        let from = write.range.start.saturating_sub(at) as usize;
-        let until = (write.range.end - at).min(write.block) as usize;
-        let block = write.block as usize;
-        if write.operation == Operation::WriteZeroes {
-            edge[from..until].fill(0);
-            return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into());
-        }
-        if let Data::Buffer(data) = &mut write.data {
-            let place = (at - blocks.start) as usize;
-            data[place..place + from].copy_from_slice(&edge[..from]);
-            data[place + until..place + block].copy_from_slice(&edge[until..block]);
-        }
-        let complete = *bios == 0 && result.is_ok();
-        memory.buffers.put(edge);
-        if complete {
-            self.write_blocks(key, blocks, Operation::Write);
-        }
-    }
-
-    fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>) {
-        if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
+    fn finish(&mut self, key: u32, buffers: &mut BufferPool) {
+        if self.writes.get(key.into()).is_none_or(|write| write.pending > 0) {
             return;
         }
         let Some(OrderedInFlight { write, ticket, result, .. }) = self.writes.take(key.into()) else {
@@ -296,8 +292,85 @@ impl Unaligned {
         };
         self.released.extend(ticket);
         if let Some(data) = write.data.into_buffer() {
-            memory.buffers.put(data);
+            buffers.put(data);
         }
-        self.finished.push(Finished { request: write.request, result, freed: write.buffered });
+        self.finished.push((write.request, result));
+    }
+}
+
+/// Collects the ranges of all writes, trims and write zeroes in flight: disjoint and ordered by offset.
+fn find_writes(in_flight: &Slots<InFlight>, writes: &mut Vec<Range<u64>>) {
+    writes.clear();
+    let is_write =
+        |one: &&InFlight| matches!(one.command, Command::Write | Command::Trim | Command::WriteZeroes);
+    writes.extend(in_flight.iter().filter(is_write).map(InFlight::range));
+    writes.sort_unstable_by_key(|range| range.start);
+    writes.dedup_by(|next, range| {
+        let joined = next.start <= range.end;
+        if joined {
+            range.end = range.end.max(next.end);
+        }
+        joined
+    });
+}
+
+/// Whether one of `writes`, which [`find_writes`] found, is a write to a byte of `range`.
+fn overlaps(writes: &[Range<u64>], range: &Range<u64>) -> bool {
+    let first = writes.partition_point(|written| written.end <= range.start);
+    writes.get(first).is_some_and(|written| written.start < range.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nbd::reply::ReplyTo;
+
+    #[test]
+    fn blocks_around_and_within_a_range() {
+        let edges = |range: Range<u64>| edges(&range, 512);
+        assert_eq!(blocks_around(&(511..513), 512), 0..1024);
+        assert_eq!(blocks_within(&(1..1535), 512), 512..1024);
+        assert!(blocks_within(&(1..511), 512).is_empty());
+        assert_eq!(edges(512..1024), [None, None]);
+        assert_eq!(edges(513..1024), [Some(512), None]);
+        assert_eq!(edges(512..1023), [None, Some(512)]);
+        assert_eq!(edges(513..1023), [Some(512), None], "one block is read once");
+        assert_eq!(edges(513..1025), [Some(512), Some(1024)]);
+        assert_eq!(edges(0..1), [None, Some(0)]);
+    }
+
+    #[test]
+    fn writes_in_flight_are_found_until_they_complete() {
+        let mut table = Slots::default();
+        let in_flight = |command, offset, length| InFlight {
+            connection: 0,
+            client: TraceClient::NONE,
+            command,
+            to: ReplyTo { cookie: 0, offset },
+            length,
+            part: None,
+        };
+        let read = table.insert(in_flight(Command::Read, 0, 8192));
+        let write = table.insert(in_flight(Command::Write, 1024, 1024));
+        let mut writes = Vec::new();
+        let mut writes_to = |table: &Slots<InFlight>, range: Range<u64>| {
+            find_writes(table, &mut writes);
+            overlaps(&writes, &range)
+        };
+        assert!(!writes_to(&table, 0..1024) && !writes_to(&table, 2048..4096));
+        assert!(writes_to(&table, 0..1025) && writes_to(&table, 2047..4096));
+        table.take(write);
+        assert!(!writes_to(&table, 0..4096));
+        let trim = table.insert(in_flight(Command::Trim, 0, 512));
+        assert_eq!(trim, write);
+        assert!(writes_to(&table, 0..4096));
+        table.take(read);
+        table.insert(in_flight(Command::WriteZeroes, 4096, 4096));
+        table.insert(in_flight(Command::Write, 6144, 512));
+        table.insert(in_flight(Command::Write, 9216, 512));
+        find_writes(&table, &mut writes);
+        assert_eq!(writes, [0..512, 4096..8192, 9216..9728]);
+        let found = [3584, 4096, 7680, 8192, 8704, 9216, 9728].map(|at| overlaps(&writes, &(at..at + 512)));
+        assert_eq!(found, [false, true, true, false, false, true, false]);
     }
 }

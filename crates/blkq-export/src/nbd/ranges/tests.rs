@@ -18,7 +18,7 @@ fn granted(session: &mut LockedTable<'_>) -> Vec<u32> {
 #[test]
 fn overlapping_ranges_are_granted_in_order() {
     let lock = Arc::new(RangeLock::default());
-    let (mut a, _) = member(&lock);
+    let (a, _) = member(&lock);
     assert!(!lock.is_taken());
     let mut session = a.try_enter().unwrap();
     let first = session.lock(0..1024, 1);
@@ -45,7 +45,7 @@ fn overlapping_ranges_are_granted_in_order() {
 #[test]
 fn every_member_checks_for_writes_in_flight_first() {
     let lock = Arc::new(RangeLock::default());
-    let ((mut a, a_woken), (mut b, b_woken)) = (member(&lock), member(&lock));
+    let ((a, a_woken), (b, b_woken)) = (member(&lock), member(&lock));
     let mut session = a.try_enter().unwrap();
     let ticket = session.lock(0..512, 1);
     assert!(!session.check(|_| false) && granted(&mut session).is_empty());
@@ -65,7 +65,7 @@ fn every_member_checks_for_writes_in_flight_first() {
 #[test]
 fn a_member_that_is_dropped_releases_its_ranges() {
     let lock = Arc::new(RangeLock::default());
-    let ((mut a, _), (mut b, b_woken)) = (member(&lock), member(&lock));
+    let ((a, _), (b, b_woken)) = (member(&lock), member(&lock));
     a.try_enter().unwrap().lock(0..512, 1);
     let mut session = b.try_enter().unwrap();
     session.lock(0..512, 2);
@@ -169,7 +169,7 @@ proptest! {
 fn the_cost_of_a_range_does_not_grow_with_their_number() {
     let time = |count: u64| {
         let lock = Arc::new(RangeLock::default());
-        let (mut member, _) = member(&lock);
+        let (member, _) = member(&lock);
         let mut session = member.try_enter().unwrap();
         // The CPU time of this thread, as other threads may run meanwhile.
         let now = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap();
@@ -198,7 +198,7 @@ fn no_update_of_concurrent_threads_is_lost() {
     let done = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (mut member, woken) = member(&lock);
+            let (member, woken) = member(&lock);
             let (lock, blocks, writers, done) = (&lock, &blocks, &writers, &done);
             scope.spawn(move || {
                 let mut seen = 0;
