@@ -35,7 +35,6 @@ pub mod nbd;
 pub mod peer;
 mod reports;
 mod retry;
-mod slots;
 mod submissions;
 mod sync;
 pub mod ublk;

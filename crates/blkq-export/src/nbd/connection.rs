@@ -9,7 +9,7 @@ use blkq::trace::TraceClient;
 use rustix::net::Shutdown;
 
 use super::handshake::{Export, Handshake, Next, TlsPolicy};
-use super::receive_backoff::{Decision, ReceiveBackoff};
+use super::receive_backoff::ReceiveBackoff;
 use super::requests::{Parsed, Requests};
 use super::shared::EngineShared;
 use super::status::{ConnectionStatus, Reason};
@@ -87,7 +87,7 @@ impl Connection {
     }
 
     pub fn deadline_ns(&self) -> u64 {
-        self.client_until_ns().min(self.backoff.until_ns())
+        self.client_until_ns().min(self.backoff.until_ns.unwrap_or(u64::MAX))
     }
 
     /// When to disconnect the client; `u64::MAX` if the server does not wait for the client.
@@ -198,7 +198,7 @@ impl Connection {
             self.send(shared, cx);
         }
         if !wants_input || self.stream.receive_armed {
-            self.backoff.cancel();
+            self.backoff.until_ns = None;
         } else if !self.backs_off(shared, cx) {
             self.receive(shared, cx);
         }
@@ -269,21 +269,19 @@ impl Connection {
     fn backs_off(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         let on = shared.options.switches.receive_backoff.load(Relaxed) && self.handshake.is_none();
         if !on || self.requests.missing_payload().is_some() {
-            self.backoff.cancel();
+            self.backoff.until_ns = None;
             return false;
         }
-        let starts = self.backoff.until_ns() == u64::MAX;
+        let was_delayed = self.backoff.until_ns.is_some();
         let counters = &mut self.requests.counters;
-        match self.backoff.consider(counters.requests, cx.now_ns(), self.stream.socket()) {
-            Decision::Later(until_ns) => {
-                counters.receive_backoffs += u64::from(starts);
-                shared.expect_deadline(until_ns);
-                return true;
-            }
-            Decision::Over => self.stream.expect_input(),
-            Decision::Now => {}
+        let delays = self.backoff.delays(counters.requests, cx.now_ns(), self.stream.socket());
+        if let Some(until_ns) = self.backoff.until_ns {
+            counters.receive_backoffs += u64::from(!was_delayed);
+            shared.expect_deadline(until_ns);
+        } else if was_delayed {
+            self.stream.expect_input();
         }
-        false
+        delays
     }
 
     /// Sends the gathered replies, and what TLS has to send itself.
@@ -327,7 +325,7 @@ impl Connection {
 
     pub fn received(&mut self, result: i32) {
         let unsent = self.stream.sending.replies() + self.requests.replies.replies();
-        self.backoff.note_device(self.requests.outstanding == unsent);
+        self.backoff.device_idle = self.requests.outstanding == unsent;
         let payload = self.requests.missing_payload().map_or(0, |missing| missing.len());
         match self.stream.received(result, payload) {
             Ok(bytes) => self.requests.took_payload(bytes),

@@ -12,54 +12,27 @@ const UNREAD_BYTES: i32 = 64 << 10;
 
 #[derive(Default)]
 pub(super) struct ReceiveBackoff {
-    /// End of the current back-off; 0 if there is none.
-    until_ns: u64,
+    /// End of the current back-off.
+    pub until_ns: Option<u64>,
     requests: u64,
     /// All requests had been answered when the last bytes arrived: the client limits the throughput.
-    device_idle: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Decision {
-    /// Receive at the given time.
-    Later(u64),
-    /// The back-off is over: receive now, and expect that data has arrived.
-    Over,
-    /// There is no reason to delay: receive now.
-    Now,
+    pub device_idle: bool,
 }
 
 impl ReceiveBackoff {
-    pub fn until_ns(&self) -> u64 {
-        if self.until_ns == 0 { u64::MAX } else { self.until_ns }
-    }
-
-    pub fn note_device(&mut self, idle: bool) {
-        self.device_idle = idle;
-    }
-
-    pub fn cancel(&mut self) {
-        self.until_ns = 0;
-    }
-
-    /// Delays if few of the `requests` so far arrived since the last call, although many replies are unread
-    /// in `socket`.
-    pub fn consider(&mut self, requests: u64, now_ns: u64, socket: BorrowedFd<'_>) -> Decision {
-        if self.until_ns > now_ns {
+    /// Whether to receive later. A back-off begins if few of the `requests` so far arrived since the last call,
+    /// although many replies are unread in `socket`. When it is over, the next receive is not delayed.
+    pub fn delays(&mut self, requests: u64, now_ns: u64, socket: BorrowedFd<'_>) -> bool {
+        let was_delayed = match self.until_ns {
             // This is called again in the same turn, or because of another deadline.
-            return Decision::Later(self.until_ns);
-        }
+            Some(until_ns) if until_ns > now_ns => return true,
+            until_ns => until_ns.is_some(),
+        };
         let few = requests - self.requests <= REQUESTS_MAX;
         self.requests = requests;
-        if self.until_ns != 0 {
-            self.until_ns = 0;
-            return Decision::Over;
-        }
-        if !few || !self.device_idle || unread_bytes(socket) < UNREAD_BYTES {
-            return Decision::Now;
-        }
-        self.until_ns = now_ns + BACKOFF_NS;
-        Decision::Later(self.until_ns)
+        let delays = !was_delayed && few && self.device_idle && unread_bytes(socket) >= UNREAD_BYTES;
+        self.until_ns = delays.then_some(now_ns + BACKOFF_NS);
+        delays
     }
 }
 
@@ -83,24 +56,19 @@ mod tests {
     fn receives_are_delayed_only_if_many_replies_are_unread() {
         let (mut server, mut client) = UnixStream::pair().unwrap();
         let mut backoff = ReceiveBackoff::default();
-        backoff.note_device(true);
-        assert_eq!(
-            backoff.consider(1, 1_000, server.as_fd()),
-            Decision::Now,
-            "the client has read everything"
-        );
+        backoff.device_idle = true;
+        assert!(!backoff.delays(1, 1_000, server.as_fd()), "the client has read everything");
         server.write_all(&[0; 96 << 10]).unwrap();
-        assert_eq!(backoff.consider(100, 2_000, server.as_fd()), Decision::Now, "many requests arrived");
-        backoff.note_device(false);
-        assert_eq!(backoff.consider(101, 3_000, server.as_fd()), Decision::Now, "the device is busy");
-        backoff.note_device(true);
-        let later = Decision::Later(4_000 + BACKOFF_NS);
-        assert_eq!(backoff.consider(102, 4_000, server.as_fd()), later);
-        assert_eq!(backoff.consider(102, 5_000, server.as_fd()), later);
-        assert_eq!(backoff.until_ns(), 4_000 + BACKOFF_NS);
-        assert_eq!(backoff.consider(102, 4_000 + BACKOFF_NS, server.as_fd()), Decision::Over);
-        assert_eq!(backoff.until_ns(), u64::MAX);
+        assert!(!backoff.delays(100, 2_000, server.as_fd()), "many requests arrived");
+        backoff.device_idle = false;
+        assert!(!backoff.delays(101, 3_000, server.as_fd()), "the device is busy");
+        backoff.device_idle = true;
+        assert!(backoff.delays(102, 4_000, server.as_fd()));
+        assert!(backoff.delays(102, 5_000, server.as_fd()));
+        assert_eq!(backoff.until_ns, Some(4_000 + BACKOFF_NS));
+        assert!(!backoff.delays(102, 4_000 + BACKOFF_NS, server.as_fd()), "the back-off is over");
+        assert_eq!(backoff.until_ns, None);
         client.read_exact(&mut [0; 96 << 10]).unwrap();
-        assert_eq!(backoff.consider(103, 300_000, server.as_fd()), Decision::Now);
+        assert!(!backoff.delays(103, 300_000, server.as_fd()));
     }
 }

@@ -8,8 +8,7 @@ use blkq::trace::TraceClient;
 use blkq::{Bio, SourceContext, Worker};
 
 use crate::buffers::BufferPool;
-use crate::slots::Slots;
-use crate::submissions::Submissions;
+use crate::submissions::{Slots, Submissions};
 use crate::work::TurnWork;
 
 use super::budget::Budget;

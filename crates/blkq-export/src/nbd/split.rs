@@ -7,7 +7,7 @@ use std::ops::Range;
 use blkq::Status;
 
 use crate::buffers::BufferPool;
-use crate::slots::Slots;
+use crate::submissions::Slots;
 
 use super::transmission::Request;
 

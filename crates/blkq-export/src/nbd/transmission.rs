@@ -144,34 +144,29 @@ impl Transmission {
         let session = &self.session;
         let Request { command, flags, offset, length, .. } = request;
         let advertised = |any: TransmissionFlags| session.flags.intersects(any);
-        let mut allowed = CommandFlags::empty();
-        // The specification allows FUA with every command, once it was announced.
-        allowed.set(CommandFlags::FUA, advertised(TransmissionFlags::SEND_FUA));
-        let known = match command {
-            Command::Read => {
-                allowed.set(CommandFlags::DF, advertised(TransmissionFlags::SEND_DF));
-                true
-            }
+        let flag_if = |is_allowed, flag| if is_allowed { flag } else { CommandFlags::empty() };
+        let none = CommandFlags::empty();
+        // Whether the command is known, and the flags that are allowed with it.
+        let (known, allowed) = match command {
+            Command::Read => (true, flag_if(advertised(TransmissionFlags::SEND_DF), CommandFlags::DF)),
             Command::Write => {
-                allowed.set(CommandFlags::PAYLOAD_LEN, session.replies == ReplyStyle::Extended);
-                true
+                (true, flag_if(session.replies == ReplyStyle::Extended, CommandFlags::PAYLOAD_LEN))
             }
-            Command::Flush => advertised(TransmissionFlags::SEND_FLUSH),
+            Command::Flush => (advertised(TransmissionFlags::SEND_FLUSH), none),
             // A read-only export announces neither TRIM nor WRITE_ZEROES. They fail with EPERM there, not as
             // unknown commands.
-            Command::Trim => advertised(TransmissionFlags::SEND_TRIM | TransmissionFlags::READ_ONLY),
-            Command::WriteZeroes => {
-                allowed |= CommandFlags::NO_HOLE;
-                allowed.set(CommandFlags::FAST_ZERO, advertised(TransmissionFlags::SEND_FAST_ZERO));
-                advertised(TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::READ_ONLY)
-            }
-            Command::Cache => advertised(TransmissionFlags::SEND_CACHE),
-            Command::BlockStatus => {
-                allowed |= CommandFlags::REQ_ONE;
-                !session.contexts.is_empty()
-            }
-            Command::Disconnect => false,
+            Command::Trim => (advertised(TransmissionFlags::SEND_TRIM | TransmissionFlags::READ_ONLY), none),
+            Command::WriteZeroes => (
+                advertised(TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::READ_ONLY),
+                CommandFlags::NO_HOLE
+                    | flag_if(advertised(TransmissionFlags::SEND_FAST_ZERO), CommandFlags::FAST_ZERO),
+            ),
+            Command::Cache => (advertised(TransmissionFlags::SEND_CACHE), none),
+            Command::BlockStatus => (!session.contexts.is_empty(), CommandFlags::REQ_ONE),
+            Command::Disconnect => (false, none),
         };
+        // The specification allows FUA with every command, once it was announced.
+        let allowed = allowed | flag_if(advertised(TransmissionFlags::SEND_FUA), CommandFlags::FUA);
         if !known || !allowed.contains(flags) {
             return Err(NbdError::Invalid);
         }

@@ -15,7 +15,7 @@ use blkq::trace::TraceClient;
 use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, Sector, SourceContext, Status};
 
 use crate::buffers::BufferPool;
-use crate::slots::Slots;
+use crate::submissions::Slots;
 
 use super::in_flight::InFlight;
 use super::proto::Command;

@@ -18,8 +18,7 @@ use io_uring::{opcode, types};
 
 use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
 use crate::client_kind;
-use crate::slots::Slots;
-use crate::submissions::{ENGINE_QUEUE, Submissions};
+use crate::submissions::{ENGINE_QUEUE, Slots, Submissions};
 use crate::work::TurnWork;
 
 use super::abi::{S_IOERR, S_OK};
