@@ -6,8 +6,8 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use blkq::TURN_BUDGET;
+use zerocopy::FromBytes;
 use zerocopy::byteorder::big_endian::{U16, U32};
-use zerocopy::{FromBytes, IntoBytes};
 
 use super::contexts::{Contexts, OfferedBitmap, context_name};
 use super::proto::*;
@@ -121,9 +121,8 @@ pub struct Handshake {
 impl Handshake {
     /// Begins a handshake, and appends the server's greeting to `output`.
     pub fn new(tls: TlsPolicy, output: &mut Vec<u8>) -> Handshake {
-        let flags = U16::new(HandshakeFlags::all().bits() as u16);
-        let greeting = Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags };
-        output.extend_from_slice(greeting.as_bytes());
+        let flags = HandshakeFlags::all().bits() as u16;
+        append(output, &[&INIT_MAGIC.to_be_bytes(), &OPTION_MAGIC.to_be_bytes(), &flags.to_be_bytes()]);
         Handshake { tls, ..Handshake::default() }
     }
 
@@ -288,9 +287,7 @@ impl Handshake {
         // With extended headers a client must use GO.
         let export = find(exports, name).filter(|_| self.replies != ReplyStyle::Extended).ok_or(UNKNOWN)?;
         let session = self.session(export, exports);
-        let reply =
-            ExportNameReply { size_bytes: session.size_bytes.into(), flags: session.flags.bits().into() };
-        output.extend_from_slice(reply.as_bytes());
+        append(output, &[&session.size_bytes.to_be_bytes(), &session.flags.bits().to_be_bytes()]);
         if self.client_flags.is_none_or(|flags| !flags.contains(HandshakeFlags::NO_ZEROES)) {
             output.extend_from_slice(&[0; EXPORT_NAME_ZEROES]);
         }
@@ -308,30 +305,22 @@ impl Handshake {
         let asked = |info: u16| requests.chunks_exact(2).any(|request| request == info.to_be_bytes());
         let index = find(exports, name).ok_or(UNKNOWN)?;
         let (export, session) = (&exports[index], self.session(index, exports));
-        let fact = InfoExport {
-            info: info::EXPORT.into(),
-            size_bytes: session.size_bytes.into(),
-            flags: session.flags.bits().into(),
-        };
-        reply.send(option_reply::INFO, &[fact.as_bytes()]);
+        let (size, flags) = (session.size_bytes.to_be_bytes(), session.flags.bits().to_be_bytes());
+        reply.info(info::EXPORT, &[&size, &flags]);
         if asked(info::NAME) {
-            reply.send(option_reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()]);
+            reply.info(info::NAME, &[export.name.as_bytes()]);
         }
         if asked(info::DESCRIPTION) && !export.description.is_empty() {
-            let text = export.description.as_bytes();
-            reply.send(option_reply::INFO, &[&info::DESCRIPTION.to_be_bytes(), text]);
+            reply.info(info::DESCRIPTION, &[export.description.as_bytes()]);
         }
         if asked(info::BLOCK_SIZE) {
             self.block_sizes = Some(index);
         }
         if asked(info::BLOCK_SIZE) || export.minimum_block_bytes > BLOCK_MIN_USUAL_BYTES {
-            let fact = InfoBlockSize {
-                info: info::BLOCK_SIZE.into(),
-                minimum_bytes: export.minimum_block_bytes.into(),
-                preferred_bytes: export.preferred_block_bytes.into(),
-                payload_max_bytes: PAYLOAD_MAX_BYTES.into(),
-            };
-            reply.send(option_reply::INFO, &[fact.as_bytes()]);
+            let Export { minimum_block_bytes, preferred_block_bytes, .. } = export;
+            let bytes =
+                [*minimum_block_bytes, *preferred_block_bytes, PAYLOAD_MAX_BYTES].map(u32::to_be_bytes);
+            reply.info(info::BLOCK_SIZE, &[bytes.as_flattened()]);
         }
         Ok(session)
     }
@@ -369,9 +358,9 @@ impl Handshake {
         let export = export.ok_or(UNKNOWN)?;
         self.work += found.count();
         for id in found.ids() {
-            let number = U32::new(if set { id } else { 0 });
+            let number = if set { id } else { 0 };
             let (namespace, leaf) = context_name(id, bitmaps);
-            reply.send(option_reply::META_CONTEXT, &[number.as_bytes(), namespace, leaf]);
+            reply.send(option_reply::META_CONTEXT, &[&number.to_be_bytes(), namespace, leaf]);
         }
         if set {
             self.contexts = Some((export, found));
@@ -436,15 +425,12 @@ struct Reply<'a> {
 impl Reply<'_> {
     fn send(&mut self, reply: u32, parts: &[&[u8]]) {
         let length: usize = parts.iter().map(|part| part.len()).sum();
-        let header = OptionReplyHeader {
-            magic: OPTION_REPLY_MAGIC.into(),
-            option: self.option.into(),
-            reply: reply.into(),
-            length: (length as u32).into(),
-        };
-        self.output.extend_from_slice(header.as_bytes());
-        for part in parts {
-            self.output.extend_from_slice(part);
-        }
+        let words = [self.option, reply, length as u32].map(u32::to_be_bytes);
+        append(self.output, &[&OPTION_REPLY_MAGIC.to_be_bytes(), words.as_flattened()]);
+        append(self.output, parts);
+    }
+
+    fn info(&mut self, kind: u16, parts: &[&[u8]]) {
+        self.send(option_reply::INFO, &[&kind.to_be_bytes(), &parts.concat()]);
     }
 }

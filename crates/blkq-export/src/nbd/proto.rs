@@ -242,16 +242,6 @@ macro_rules! wire {
 }
 
 wire! {
-    /// The first message of the server.
-    Greeting = 18 {
-        /// [`INIT_MAGIC`], by which clients recognize an NBD server.
-        init: U64,
-        /// [`OPTION_MAGIC`], by which clients recognize the newstyle handshake.
-        magic: U64,
-        /// Capabilities of the server, as [`HandshakeFlags`].
-        flags: U16,
-    }
-
     /// Header of an option, followed by `length` bytes of data.
     OptionHeader = 16 {
         /// [`OPTION_MAGIC`]; other values violate the protocol.
@@ -260,48 +250,6 @@ wire! {
         option: U32,
         /// Length of the data that follows, in bytes.
         length: U32,
-    }
-
-    /// Header of a reply to an option, followed by `length` bytes of data.
-    OptionReplyHeader = 20 {
-        /// [`OPTION_REPLY_MAGIC`]; other values violate the protocol.
-        magic: U64,
-        /// Number of the option that this is the reply to.
-        option: U32,
-        /// Type of the reply in [`option_reply`].
-        reply: U32,
-        /// Length of the data that follows, in bytes.
-        length: U32,
-    }
-
-    /// Successful reply to the option `NBD_OPT_EXPORT_NAME`.
-    ExportNameReply = 10 {
-        /// Size of the export in bytes.
-        size_bytes: U64,
-        /// Capabilities of the export, as [`TransmissionFlags`].
-        flags: U16,
-    }
-
-    /// Data of the information type [`info::EXPORT`].
-    InfoExport = 12 {
-        /// Information type, here always [`info::EXPORT`].
-        info: U16,
-        /// Size of the export in bytes.
-        size_bytes: U64,
-        /// Capabilities of the export, as [`TransmissionFlags`].
-        flags: U16,
-    }
-
-    /// Data of the information type [`info::BLOCK_SIZE`].
-    InfoBlockSize = 14 {
-        /// Information type, here always [`info::BLOCK_SIZE`].
-        info: U16,
-        /// Size of the smallest request, and the alignment of all requests, in bytes.
-        minimum_bytes: U32,
-        /// Size of the smallest request that is efficient, in bytes.
-        preferred_bytes: U32,
-        /// Maximum payload of a request or reply, in bytes.
-        payload_max_bytes: U32,
     }
 
     /// A request, followed by its length in bytes: 64 bits if extended headers were negotiated, else 32 bits. It is the
@@ -358,28 +306,9 @@ wire! {
         /// Length of the payload that follows, in bytes.
         length: U64,
     }
+}
 
-    /// Payload of a [`reply_type::ERROR`] chunk, without the message.
-    ErrorPayload = 6 {
-        /// Number of the [`NbdError`] that occurred.
-        error: U32,
-        /// Length of the message that follows, in bytes.
-        message_length: U16,
-    }
-
-    /// An extent of a [`reply_type::BLOCK_STATUS`] chunk.
-    BlockStatusExtent = 8 {
-        /// Length of the extent in bytes.
-        length: U32,
-        /// State of the extent, as its metadata context defines it.
-        flags: U32,
-    }
-
-    /// An extent of a [`reply_type::BLOCK_STATUS_EXT`] chunk.
-    BlockStatusExtentExt = 16 {
-        /// Length of the extent in bytes.
-        length: U64,
-        /// State of the extent, as its metadata context defines it.
-        flags: U64,
-    }
+/// Appends the fields of a message, between which there is no padding.
+pub fn append(output: &mut Vec<u8>, fields: &[&[u8]]) {
+    fields.iter().for_each(|field| output.extend_from_slice(field));
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use blkq::IoBuffer;
 use zerocopy::IntoBytes;
-use zerocopy::byteorder::big_endian::{U16, U32};
+use zerocopy::byteorder::big_endian::U16;
 
 use crate::buffers::BufferPool;
 
@@ -54,9 +54,9 @@ impl ReplyStyle {
         if self == ReplyStyle::Simple {
             return simple(to, error as u32, output);
         }
-        let payload = ErrorPayload { error: (error as u32).into(), message_length: 0.into() };
-        self.chunk(to, reply_type::ERROR, size_of_val(&payload), true, output);
-        output.extend_from_slice(payload.as_bytes());
+        // The number of the error, and a message of length 0.
+        self.chunk(to, reply_type::ERROR, size_of::<u32>() + size_of::<u16>(), true, output);
+        append(output, &[&(error as u32).to_be_bytes(), &[0; 2]]);
     }
 
     /// Appends the header of `length` bytes of data at `offset` of the device, which must follow directly: a read of
@@ -86,22 +86,20 @@ impl ReplyStyle {
                 extents = &extents[..=long];
             }
             let (kind, length) = match extended {
-                true => (reply_type::BLOCK_STATUS_EXT, 8 + size_of::<BlockStatusExtentExt>() * extents.len()),
-                false => (reply_type::BLOCK_STATUS, 4 + size_of::<BlockStatusExtent>() * extents.len()),
+                true => (reply_type::BLOCK_STATUS_EXT, 8 + 16 * extents.len()),
+                false => (reply_type::BLOCK_STATUS, 4 + 8 * extents.len()),
             };
             self.chunk(to, kind, length, number == contexts.len(), output);
-            output.extend_from_slice(U32::new(context.id).as_bytes());
+            output.extend_from_slice(&context.id.to_be_bytes());
             if extended {
-                output.extend_from_slice(U32::new(extents.len() as u32).as_bytes());
+                output.extend_from_slice(&(extents.len() as u32).to_be_bytes());
             }
             for &StatusExtent { length, flags } in extents {
                 if extended {
-                    let extent =
-                        BlockStatusExtentExt { length: length.into(), flags: u64::from(flags).into() };
-                    output.extend_from_slice(extent.as_bytes());
+                    append(output, &[&length.to_be_bytes(), &u64::from(flags).to_be_bytes()]);
                 } else {
-                    let length = (length.min(LENGTH_MAX) as u32).into();
-                    output.extend_from_slice(BlockStatusExtent { length, flags: flags.into() }.as_bytes());
+                    let length = length.min(LENGTH_MAX) as u32;
+                    append(output, &[&length.to_be_bytes(), &flags.to_be_bytes()]);
                 }
             }
         }
