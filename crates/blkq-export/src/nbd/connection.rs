@@ -267,7 +267,7 @@ impl Connection {
     }
 
     fn backs_off(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
-        let on = shared.options.switches.receive_backoff.load(Relaxed) && self.handshake.is_none();
+        let on = shared.registry.options.switches.receive_backoff.load(Relaxed) && self.handshake.is_none();
         if !on || self.requests.missing_payload().is_some() {
             self.backoff.until_ns = None;
             return false;

@@ -134,11 +134,6 @@ impl NbdOptions {
         Ok(())
     }
 
-    /// Connections that may be in their handshake: clients that never finish it leave the others usable.
-    pub(super) fn handshakes_max(&self) -> usize {
-        self.connections_max.div_ceil(4)
-    }
-
     pub(super) fn name_in_uri(&self) -> &str {
         self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
     }

@@ -79,8 +79,8 @@ impl Requests {
 
     /// Begins the transmission phase.
     pub fn open(&mut self, session: Session, export: &Export, shared: &EngineShared, cx: &SourceContext<'_>) {
-        let in_parts = shared.options.switches.split_reads.load(Relaxed);
-        self.queue = shared.options.exports[session.export].queue;
+        let in_parts = shared.registry.options.switches.split_reads.load(Relaxed);
+        self.queue = shared.registry.options.exports[session.export].queue;
         self.block = cx.limits(self.queue).logical_block_bytes.into();
         self.style = session.replies;
         self.contexts = ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() };
@@ -157,7 +157,7 @@ impl Requests {
                 return Parsed::Wait;
             } else if let Some(request) = self.parsed {
                 let (bytes, is_read) = (self.buffer_bytes(&request), request.command == Command::Read);
-                if self.buffered > 0 && self.buffered + bytes > shared.options.buffered_bytes_max
+                if self.buffered > 0 && self.buffered + bytes > shared.registry.options.buffered_bytes_max
                     || !shared.budget.take(self.slot, self.buffered, bytes, is_read)
                 {
                     return Parsed::Wait;
@@ -165,7 +165,7 @@ impl Requests {
                 self.buffered += bytes;
                 self.parsed = None;
                 self.begin(request, shared, cx);
-            } else if self.outstanding >= shared.options.requests_max {
+            } else if self.outstanding >= shared.registry.options.requests_max {
                 return Parsed::Wait;
             } else if shared.work.is_over() {
                 return Parsed::Later;

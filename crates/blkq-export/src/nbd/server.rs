@@ -3,8 +3,6 @@
 use std::net::SocketAddr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::sync::{Mutex, lock};
 use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
@@ -12,7 +10,7 @@ use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 use super::handshake::TlsPolicy;
 use super::options::NbdOptions;
 use super::shared::Message;
-use super::source::{Listening, Loads, NbdSource};
+use super::source::{Listening, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry, Rejection};
 use crate::listener::{Listen, ListenAddress, Listener, SocketFile};
 
@@ -44,14 +42,12 @@ impl NbdServer {
         let Listener { socket, listen_address } = listen.open(options.access, options.address_wait)?;
         check_reach(&options, &listen_address)?;
         let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
-        let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
-        let options = Arc::new(options);
         // A single connection is served by one engine.
         let engines = if listen_address.is_connected { &engines[..1] } else { engines };
-        let loads: Loads = engines.iter().map(|_| AtomicUsize::new(0)).collect();
+        let registry = Arc::new(Registry::new(options, engines.len()));
         let add = |engine: usize, listening: Option<Listening>| {
-            let (options, registry, loads) = (options.clone(), registry.clone(), loads.clone());
-            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, listening)) as _;
+            let registry = registry.clone();
+            let make = move || Box::new(NbdSource::new(registry, engine, listening)) as _;
             let handle = engines[engine].clone();
             handle.add_source(make).map(|id| (handle, id))
         };
@@ -61,8 +57,7 @@ impl NbdServer {
             .and_then(|()| match listen_address.is_connected {
                 true => {
                     let first = add(0, None)?;
-                    registry.admit(1, String::new);
-                    loads[0].fetch_add(1, Relaxed);
+                    registry.admit(String::new);
                     first.0.send(first.1, Box::new(Message::Client(socket)));
                     Ok(first)
                 }

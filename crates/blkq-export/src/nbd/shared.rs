@@ -14,7 +14,7 @@ use crate::work::TurnWork;
 use super::budget::Budget;
 use super::contexts::ContextStatus;
 use super::in_flight::{InFlight, Queries, Query};
-use super::options::NbdOptions;
+use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::Unaligned;
 
@@ -47,7 +47,7 @@ pub(super) enum Message {
 }
 
 pub(super) struct EngineShared {
-    pub options: Arc<NbdOptions>,
+    pub registry: Arc<Registry>,
     pub buffers: BufferPool,
     pub budget: Budget,
     /// Requests that the block layer or a worker is processing, by a number that is the `user_data` of their bios.
@@ -64,15 +64,16 @@ pub(super) struct EngineShared {
 }
 
 impl EngineShared {
-    pub fn new(options: Arc<NbdOptions>, engines: usize) -> EngineShared {
+    pub fn new(registry: Arc<Registry>) -> EngineShared {
+        let options = &registry.options;
         EngineShared {
             buffers: BufferPool::default(),
             // Each engine has its own budget, so that no engine waits for memory of another.
-            budget: Budget::new(options.buffered_bytes_total / engines),
+            budget: Budget::new(options.buffered_bytes_total / registry.engines),
             in_flight: Slots::default(),
             unaligned: Unaligned::new(options.unaligned.clone()),
             queries: Queries::default(),
-            options,
+            registry,
             submissions: Submissions::new(TraceClient::NONE),
             deadline_ns: u64::MAX,
             stopping: false,
@@ -85,7 +86,7 @@ impl EngineShared {
     /// is stopping, each send has one second, because the last flush of the disk waits until all clients are
     /// disconnected.
     pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
-        let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
+        let seconds = self.registry.options.transfer_timeout_s + bytes / RATE_MIN;
         let timeout_ns = if self.stopping { STOPPING_SEND_NS } else { seconds * NS_PER_SECOND };
         let until_ns = cx.now_ns() + timeout_ns;
         self.expect_deadline(until_ns);

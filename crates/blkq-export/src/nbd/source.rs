@@ -6,8 +6,6 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::{Completion, Cqe, EngineHandle, Error, Source, SourceContext, SourceId};
 use io_uring::{opcode, types};
@@ -16,7 +14,6 @@ use super::connection::Connection;
 use super::contexts::offered_bitmaps;
 use super::handshake::Export;
 use super::in_flight::InFlight;
-use super::options::NbdOptions;
 use super::proto::{NbdError, TransmissionFlags};
 use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
 use super::status::{ConnectionStatus, Reason, Registry};
@@ -34,16 +31,11 @@ const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 /// A listening socket, and the sources on other engines to which its source passes some of the clients.
 pub(super) type Listening = (OwnedFd, Vec<(EngineHandle, SourceId)>);
 
-/// Connections of each engine. Relaxed accesses suffice: the numbers only balance the load.
-pub(super) type Loads = Arc<[AtomicUsize]>;
-
 /// The server's part on one engine.
 pub(super) struct NbdSource {
     shared: EngineShared,
-    registry: Arc<Registry>,
     /// `None` if the clients come in messages.
     listening: Option<Listening>,
-    loads: Loads,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
     /// Slots of the connections that have something to do, in the order of their turns.
@@ -56,18 +48,10 @@ pub(super) struct NbdSource {
 }
 
 impl NbdSource {
-    pub fn new(
-        options: Arc<NbdOptions>,
-        registry: Arc<Registry>,
-        loads: Loads,
-        engine: usize,
-        listening: Option<Listening>,
-    ) -> NbdSource {
+    pub fn new(registry: Arc<Registry>, engine: usize, listening: Option<Listening>) -> NbdSource {
         NbdSource {
-            shared: EngineShared::new(options, loads.len()),
-            registry,
+            shared: EngineShared::new(registry),
             listening,
-            loads,
             engine,
             connections: Vec::new(),
             ready: VecDeque::new(),
@@ -82,7 +66,7 @@ impl NbdSource {
     /// ones wait in the socket's backlog, so that clients that never finish leave most connections to others.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
         let Some((listener, others)) = &self.listening else { return };
-        let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
+        let crowded = self.shared.registry.is_crowded();
         if !crowded && self.crowded {
             self.accept_at_ns = 0;
         }
@@ -119,8 +103,13 @@ impl NbdSource {
         if cqe.result >= 0 {
             // SAFETY: the kernel returned this new descriptor, which nothing else owns.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
-            if self.registry.admit(self.shared.options.connections_max, || peer_name(&socket)) {
-                self.assign(cx, socket);
+            let Some(engine) = self.shared.registry.admit(|| peer_name(&socket)) else { return };
+            match &self.listening {
+                Some((_, others)) if engine > 0 => {
+                    let (handle, id) = &others[engine - 1];
+                    handle.send(*id, Box::new(Message::Client(socket)));
+                }
+                _ => self.connect(cx, socket),
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
             // The process is out of descriptors or memory, or another process that shares the socket has shut
@@ -129,41 +118,28 @@ impl NbdSource {
         }
     }
 
-    fn assign(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
-        let load = |engine: &usize| self.loads[*engine].load(Relaxed);
-        let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
-        self.loads[engine].fetch_add(1, Relaxed);
-        match &self.listening {
-            Some((_, others)) if engine > 0 => {
-                let (handle, id) = &others[engine - 1];
-                handle.send(*id, Box::new(Message::Client(socket)));
-            }
-            _ => self.connect(cx, socket),
-        }
-    }
-
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let slot = self.connections.iter().position(Option::is_none).unwrap_or_else(|| {
             self.connections.push(None);
             self.connections.len() - 1
         });
-        let (options, stopping) = (&self.shared.options, self.shared.stopping);
-        let stream = match stopping {
+        let EngineShared { registry, stopping, .. } = &self.shared;
+        let options = &registry.options;
+        let stream = match *stopping {
             true => Err(socket),
             false => Stream::new(slot as u32, socket, options.tls.as_ref()),
         };
         let stream = match stream {
             Ok(stream) => stream,
             Err(socket) => {
-                self.loads[self.engine].fetch_sub(1, Relaxed);
                 if !stopping {
-                    self.registry.report(Reason::NoMemory, || peer_name(&socket));
+                    registry.report(Reason::NoMemory, || peer_name(&socket));
                 }
                 // The socket closes afterwards: a client that connects again must find its place free.
-                return self.registry.reject_admitted();
+                return registry.reject_admitted(self.engine);
             }
         };
-        let status = self.registry.register(peer_name(stream.socket()));
+        let status = registry.register(peer_name(stream.socket()));
         let unaligned = options.unaligned.is_some();
         let exports = options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
@@ -265,10 +241,9 @@ impl NbdSource {
         if let Some(mut connection) = self.connections[slot as usize].take() {
             connection.release(&mut self.shared);
             if let Some(reason) = connection.take_rejection() {
-                self.registry.report(reason, || connection.status.peer.clone());
+                self.shared.registry.report(reason, || connection.status.peer.clone());
             }
-            self.registry.unregister(&connection.status);
-            self.loads[self.engine].fetch_sub(1, Relaxed);
+            self.shared.registry.unregister(&connection.status, self.engine);
         }
     }
 }
@@ -285,7 +260,7 @@ unsafe impl Source for NbdSource {
             ("IORING_OP_WRITEV", opcode::Writev::CODE),
         ])?;
         block_sigpipe();
-        if self.shared.options.unaligned.is_some() {
+        if self.shared.registry.options.unaligned.is_some() {
             // From now on, writes of this engine are ordered with those of other engines.
             self.shared.unaligned.join(cx);
         }

@@ -1,7 +1,6 @@
 //! The connections and counters of a server, as its owner reads them.
 
 use std::mem::discriminant;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
@@ -12,6 +11,8 @@ use blkq::sync::{Mutex, MutexGuard, lock};
 use crate::counters::counters;
 use crate::event::signal;
 use crate::reports::Reports;
+
+use super::options::NbdOptions;
 
 /// The state of one connection.
 #[derive(Clone, Debug)]
@@ -128,8 +129,8 @@ impl ConnectionStatus {
 #[derive(Default)]
 struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
-    /// The number of admitted connections, including those that are not in `open` yet.
-    admitted: usize,
+    /// The number of admitted connections of each engine, including those that are not in `open` yet.
+    admitted: Vec<usize>,
     /// The number of [`Paused`] guards. While one exists, no connections are admitted.
     paused: usize,
     /// The server is stopping: connections are no longer admitted.
@@ -140,13 +141,15 @@ struct Connections {
     sum: NbdCounters,
 }
 
+/// The state of a server that its engines share.
 pub(super) struct Registry {
+    pub options: NbdOptions,
+    /// The number of engines.
+    pub engines: usize,
     /// Held only to change, copy or count, never while waiting. Engines lock it when they accept and when a
     /// connection opens or closes.
     connections: Mutex<Connections>,
     pub rejections: Reports<Rejection, Reason>,
-    /// An eventfd that is written when the last client disconnects, once one has chosen an export.
-    idle_event: Option<Arc<OwnedFd>>,
 }
 
 /// Keeps a server without clients from accepting any, until this guard is dropped.
@@ -158,32 +161,42 @@ impl Drop for Paused<'_> {
     }
 }
 
+impl Connections {
+    fn count(&self) -> usize {
+        self.admitted.iter().sum()
+    }
+}
+
 impl Registry {
-    pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
-        Registry { connections: Mutex::default(), rejections: Reports::new(rejection_event), idle_event }
+    pub fn new(options: NbdOptions, engines: usize) -> Registry {
+        let rejections = Reports::new(options.rejection_event.clone());
+        let connections = Connections { admitted: vec![0; engines], ..Connections::default() };
+        Registry { options, engines, connections: Mutex::new(connections), rejections }
     }
 
-    /// Decides whether one more connection is accepted. If so, it counts as open until
-    /// [`Registry::unregister`] or [`Registry::reject_admitted`] is called.
-    pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
+    /// Decides whether one more connection is accepted. If so, returns the engine that has the fewest, and counts the
+    /// connection as open until [`Registry::unregister`] or [`Registry::reject_admitted`] is called.
+    pub fn admit(&self, peer: impl FnOnce() -> String) -> Option<usize> {
+        let connections_max = self.options.connections_max;
         let mut connections = lock(&self.connections);
-        let is_full = connections.admitted >= connections_max;
+        let is_full = connections.count() >= connections_max;
         if !is_full && !connections.stopping && connections.paused == 0 {
-            connections.admitted += 1;
-            return true;
+            let engine = (0..self.engines).min_by_key(|engine| connections.admitted[*engine])?;
+            connections.admitted[engine] += 1;
+            return Some(engine);
         }
         connections.sum.refused_connections += 1;
         drop(connections);
         if is_full {
             self.report(Reason::TooMany(connections_max), peer);
         }
-        false
+        None
     }
 
-    pub fn reject_admitted(&self) {
+    pub fn reject_admitted(&self, engine: usize) {
         let mut connections = lock(&self.connections);
         connections.sum.refused_connections += 1;
-        self.leave(connections);
+        self.leave(connections, engine);
     }
 
     /// Reports that `peer` was rejected or disconnected, unless there were too many.
@@ -197,12 +210,12 @@ impl Registry {
     }
 
     /// Counts one admitted connection less, and signals the idle event if it was the last one.
-    fn leave(&self, mut connections: MutexGuard<'_, Connections>) {
+    fn leave(&self, mut connections: MutexGuard<'_, Connections>, engine: usize) {
         // Clients of a simulation are not admitted.
-        connections.admitted = connections.admitted.saturating_sub(1);
-        let is_idle = connections.admitted == 0 && connections.served;
+        connections.admitted[engine] = connections.admitted[engine].saturating_sub(1);
+        let is_idle = connections.count() == 0 && connections.served;
         drop(connections);
-        if let Some(event) = self.idle_event.as_ref().filter(|_| is_idle) {
+        if let Some(event) = self.options.idle_event.as_ref().filter(|_| is_idle) {
             signal(event);
         }
     }
@@ -222,19 +235,19 @@ impl Registry {
         status
     }
 
-    pub fn unregister(&self, status: &Arc<ConnectionStatus>) {
+    pub fn unregister(&self, status: &Arc<ConnectionStatus>, engine: usize) {
         let mut connections = lock(&self.connections);
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
         connections.sum += status.published.load();
         connections.served |= status.export.get().is_some();
-        self.leave(connections);
+        self.leave(connections, engine);
     }
 
     /// Stops admitting clients, or returns the number of connected clients and changes nothing.
     pub fn close_if_empty(&self) -> Result<(), usize> {
         let mut connections = lock(&self.connections);
-        if connections.admitted > 0 {
-            return Err(connections.admitted);
+        if connections.count() > 0 {
+            return Err(connections.count());
         }
         connections.stopping = true;
         Ok(())
@@ -243,7 +256,7 @@ impl Registry {
     /// Stops admitting clients until the guard is dropped. `None` if a client is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         let mut connections = lock(&self.connections);
-        if connections.admitted > 0 {
+        if connections.count() > 0 {
             return None;
         }
         connections.paused += 1;
@@ -255,14 +268,16 @@ impl Registry {
     }
 
     pub fn open(&self) -> usize {
-        lock(&self.connections).admitted
+        lock(&self.connections).count()
     }
 
-    /// The number of clients that have not chosen an export yet.
-    pub fn handshaking(&self) -> usize {
+    /// Whether so many clients have not chosen an export yet that no more are accepted at present: clients that never
+    /// do leave most connections to others.
+    pub fn is_crowded(&self) -> bool {
         let connections = lock(&self.connections);
         let established = connections.open.iter().filter(|status| status.export.get().is_some()).count();
-        connections.admitted.saturating_sub(established)
+        let handshaking = connections.count().saturating_sub(established);
+        handshaking >= self.options.connections_max.div_ceil(4)
     }
 
     /// Counters of all open and closed connections. No counter ever decreases.
@@ -293,19 +308,19 @@ mod tests {
 
     #[test]
     fn a_paused_server_admits_no_client_until_it_resumes() {
-        let registry = Registry::new(None, None);
-        let admit = || registry.admit(9, String::new);
+        let registry = Registry::new(NbdOptions::default(), 1);
+        let admit = || registry.admit(String::new).is_some();
         assert!(admit() && registry.pause_if_empty().is_none());
         assert!(admit(), "not paused, because a client was connected");
-        registry.reject_admitted();
-        registry.reject_admitted();
+        registry.reject_admitted(0);
+        registry.reject_admitted(0);
         let paused = [(); 2].map(|()| registry.pause_if_empty().unwrap());
         for paused in paused {
             assert!(!admit());
             drop(paused);
         }
         assert!(admit());
-        registry.reject_admitted();
+        registry.reject_admitted(0);
         let paused = registry.pause_if_empty();
         registry.close();
         drop(paused);
@@ -314,15 +329,15 @@ mod tests {
 
     #[test]
     fn a_stop_that_fails_because_of_clients_changes_nothing() {
-        let registry = Registry::new(None, None);
-        let admit = || registry.admit(9, String::new);
+        let registry = Registry::new(NbdOptions::default(), 1);
+        let admit = || registry.admit(String::new).is_some();
         assert!(admit() && registry.close_if_empty() == Err(1));
         assert!(admit(), "the server was not closed");
         registry.close();
         assert_eq!(registry.close_if_empty(), Err(2));
         assert!(!admit(), "the forced stop continues");
-        registry.reject_admitted();
-        registry.reject_admitted();
+        registry.reject_admitted(0);
+        registry.reject_admitted(0);
         assert!(registry.close_if_empty() == Ok(()) && !admit());
         assert_eq!(registry.open(), 0);
     }
