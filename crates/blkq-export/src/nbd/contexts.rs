@@ -108,15 +108,6 @@ pub struct StatusExtent {
     pub flags: u32,
 }
 
-impl From<Extent> for StatusExtent {
-    fn from(extent: Extent) -> StatusExtent {
-        let mut flags = AllocationFlags::empty();
-        flags.set(AllocationFlags::HOLE, extent.hole);
-        flags.set(AllocationFlags::ZERO, extent.zero);
-        StatusExtent { length: extent.length, flags: flags.bits() }
-    }
-}
-
 /// The extents of a range in one metadata context.
 pub struct ContextStatus {
     /// ID of the context, as in [`Contexts::ids`].
@@ -140,7 +131,12 @@ impl ChosenContexts {
             let extents = match id {
                 1 => query_current_driver(disk, |driver| driver.extents(range.clone(), max))?
                     .into_iter()
-                    .map(StatusExtent::from)
+                    .map(|Extent { length, hole, zero }| {
+                        let mut flags = AllocationFlags::empty();
+                        flags.set(AllocationFlags::HOLE, hole);
+                        flags.set(AllocationFlags::ZERO, zero);
+                        StatusExtent { length, flags: flags.bits() }
+                    })
                     .collect(),
                 2 => query_current_driver(disk, |driver| driver.allocation_depths(range.clone(), max))?
                     .into_iter()

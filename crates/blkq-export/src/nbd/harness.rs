@@ -11,7 +11,7 @@ use super::status::Registry;
 
 /// Creates the source of a server that listens on no socket.
 pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
-    Box::new(NbdSource::new(Arc::new(Registry::new(options, 1)), 0, None))
+    Box::new(NbdSource::new(Arc::new(Registry::new(options, 1)), 0))
 }
 
 /// Creates the message that brings the source a client.

@@ -55,8 +55,7 @@ mod tests {
     #[test]
     fn receives_are_delayed_only_if_many_replies_are_unread() {
         let (mut server, mut client) = UnixStream::pair().unwrap();
-        let mut backoff = ReceiveBackoff::default();
-        backoff.device_idle = true;
+        let mut backoff = ReceiveBackoff { device_idle: true, ..ReceiveBackoff::default() };
         assert!(!backoff.delays(1, 1_000, server.as_fd()), "the client has read everything");
         server.write_all(&[0; 96 << 10]).unwrap();
         assert!(!backoff.delays(100, 2_000, server.as_fd()), "many requests arrived");

@@ -213,46 +213,43 @@ impl Requests {
         }
         let (range, limits) = (request.range(), cx.limits(self.queue));
         let is_whole = self.is_whole_blocks(&range);
-        let answer = match request.command {
+        let to_submit = match request.command {
             // The device shrank since the client connected. The block layer cannot detect this if the new end is
             // in the same block.
             command if !is_whole && range.end > limits.size_bytes() => Err(beyond_end(command)),
-            Command::Cache if !limits.page_cache => Ok(()),
+            Command::Cache if !limits.page_cache => Ok(None),
             command @ (Command::Read | Command::Write | Command::Cache) => {
                 let blocks = blocks_around(&range, self.block);
                 match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
-                    None => Err(NbdError::NoMemory),
                     Some(buffer) if command == Command::Write => {
                         self.incoming = Some((request, buffer));
                         return;
                     }
-                    Some(buffer) => {
-                        return self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx);
-                    }
+                    Some(buffer) => Ok(Some((Operation::Read, blocks, buffer.into()))),
+                    None => Err(NbdError::NoMemory),
                 }
             }
-            Command::Flush => {
-                return self.submit(request, Operation::Flush, range, Data::None, shared, cx);
-            }
+            Command::Flush => Ok(Some((Operation::Flush, range, Data::None))),
             // The blocks at the ends would have to be read and written, which is not fast.
             Command::WriteZeroes if !is_whole && request.flags.contains(CommandFlags::FAST_ZERO) => {
                 Err(NbdError::NotSupported)
             }
-            Command::WriteZeroes => {
-                return self.submit(request, Operation::WriteZeroes, range, Data::None, shared, cx);
+            Command::WriteZeroes => Ok(Some((Operation::WriteZeroes, range, Data::None))),
+            Command::Trim => {
+                let blocks = blocks_within(&range, self.block);
+                Ok((!blocks.is_empty()).then_some((Operation::Discard, blocks, Data::None)))
             }
-            Command::Trim => match blocks_within(&range, self.block) {
-                blocks if blocks.is_empty() => Ok(()),
-                blocks => return self.submit(request, Operation::Discard, blocks, Data::None, shared, cx),
-            },
             Command::BlockStatus => return self.query_status(request, shared, cx),
             // The parser reports `NBD_CMD_DISC` as a step of its own.
             Command::Disconnect => Err(NbdError::Invalid),
         };
+        if let Ok(Some((operation, range, data))) = to_submit {
+            return self.submit(request, operation, range, data, shared, cx);
+        }
         self.free(self.buffer_bytes(&request), shared);
         let to = self.in_flight(&request).to;
-        match answer {
-            Ok(()) => self.done(to),
+        match to_submit {
+            Ok(_) => self.done(to),
             Err(error) => {
                 self.transmission.drop_payload();
                 self.error(to, error);

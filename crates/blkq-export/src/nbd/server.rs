@@ -10,7 +10,7 @@ use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 use super::handshake::TlsPolicy;
 use super::options::NbdOptions;
 use super::shared::Message;
-use super::source::{Listening, NbdSource};
+use super::source::NbdSource;
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry, Rejection};
 use crate::listener::{Listen, ListenAddress, Listener, SocketFile};
 
@@ -45,28 +45,24 @@ impl NbdServer {
         // A single connection is served by one engine.
         let engines = if listen_address.is_connected { &engines[..1] } else { engines };
         let registry = Arc::new(Registry::new(options, engines.len()));
-        let add = |engine: usize, listening: Option<Listening>| {
+        let mut sources: Vec<(EngineHandle, SourceId)> = Vec::new();
+        for (engine, handle) in engines.iter().enumerate() {
             let registry = registry.clone();
-            let make = move || Box::new(NbdSource::new(registry, engine, listening)) as _;
-            let handle = engines[engine].clone();
-            handle.add_source(make).map(|id| (handle, id))
+            let source = handle.add_source(move || Box::new(NbdSource::new(registry, engine)));
+            let id = source
+                .inspect_err(|_| sources.iter().for_each(|(handle, id)| handle.stop_source(*id, true)))?;
+            sources.push((handle.clone(), id));
+        }
+        let message = if listen_address.is_connected {
+            registry.admit(String::new);
+            Message::Client(socket)
+        } else {
+            Message::Listen(socket, sources[1..].to_vec())
         };
-        let mut others = Vec::new();
-        let first = (1..engines.len())
-            .try_for_each(|engine| add(engine, None).map(|source| others.push(source)))
-            .and_then(|()| match listen_address.is_connected {
-                true => {
-                    let first = add(0, None)?;
-                    registry.admit(String::new);
-                    first.0.send(first.1, Box::new(Message::Client(socket)));
-                    Ok(first)
-                }
-                false => add(0, Some((socket, others.clone()))),
-            })
-            .inspect_err(|_| others.iter().for_each(|(handle, id)| handle.stop_source(*id, true)))?;
-        others.insert(0, first);
+        let (handle, id) = &sources[0];
+        handle.send(*id, Box::new(message));
         let listen_address = Mutex::new(Some(listen_address));
-        Ok(NbdServer { uri, listen_address, registry, sources: Mutex::new(others) })
+        Ok(NbdServer { uri, listen_address, registry, sources: Mutex::new(sources) })
     }
 
     /// The URI for clients, such as `nbd+unix:///?socket=/run/blkq/disk.nbd`; `nbds` if they must use TLS.

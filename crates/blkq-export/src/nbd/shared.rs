@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use blkq::trace::TraceClient;
-use blkq::{Bio, SourceContext, Worker};
+use blkq::{Bio, EngineHandle, SourceContext, SourceId, Worker};
 
 use crate::buffers::BufferPool;
 use crate::submissions::{Slots, Submissions};
@@ -36,7 +36,9 @@ pub(super) fn token(kind: u64, slot: u32) -> u64 {
 
 /// Messages to a source of the server.
 pub(super) enum Message {
-    /// A client that another engine has accepted.
+    /// Accept clients from this socket, and pass some of them to the sources on these other engines.
+    Listen(OwnedFd, Vec<(EngineHandle, SourceId)>),
+    /// A client that was accepted for this engine.
     Client(OwnedFd),
     /// Too many clients are in their handshake: shorten the time limit.
     Crowded,

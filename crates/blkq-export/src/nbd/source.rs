@@ -28,14 +28,11 @@ const CROWDED_POLL_NS: u64 = 20_000_000;
 /// Limit of a handshake in that case.
 const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 
-/// A listening socket, and the sources on other engines to which its source passes some of the clients.
-pub(super) type Listening = (OwnedFd, Vec<(EngineHandle, SourceId)>);
-
 /// The server's part on one engine.
 pub(super) struct NbdSource {
     shared: EngineShared,
-    /// `None` if the clients come in messages.
-    listening: Option<Listening>,
+    /// The socket from which the source accepts clients, and the sources on other engines that get some of them.
+    listening: Option<(OwnedFd, Vec<(EngineHandle, SourceId)>)>,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
     /// Slots of the connections that have something to do, in the order of their turns.
@@ -48,10 +45,10 @@ pub(super) struct NbdSource {
 }
 
 impl NbdSource {
-    pub fn new(registry: Arc<Registry>, engine: usize, listening: Option<Listening>) -> NbdSource {
+    pub fn new(registry: Arc<Registry>, engine: usize) -> NbdSource {
         NbdSource {
             shared: EngineShared::new(registry),
-            listening,
+            listening: None,
             engine,
             connections: Vec::new(),
             ready: VecDeque::new(),
@@ -297,6 +294,7 @@ unsafe impl Source for NbdSource {
         }
         let Ok(message) = message.downcast::<Message>() else { return };
         match *message {
+            Message::Listen(socket, others) => self.listening = Some((socket, others)),
             Message::Client(socket) => self.connect(cx, socket),
             Message::Crowded => self.shorten_handshakes(),
             Message::Handshake(slot, tls) => {

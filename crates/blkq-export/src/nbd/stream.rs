@@ -45,10 +45,10 @@ pub(super) struct Stream {
     end: usize,
     pub sending: Outgoing,
     tls: Option<Box<Tls>>,
-    /// The TLS state until the client starts TLS.
+    /// The TLS state until TLS is in use.
     tls_offered: Option<Box<Tls>>,
-    /// Replies that were gathered before TLS started are not sent yet. They are sent in plaintext.
-    plaintext_pending: bool,
+    /// The client has started TLS. It is in use once the replies gathered so far were sent in plaintext.
+    starts_tls: bool,
     /// A worker has the TLS state, and continues the handshake.
     pub handshake_offloaded: bool,
     pub receive_armed: bool,
@@ -77,7 +77,7 @@ impl Stream {
             sending: Outgoing::default(),
             tls: None,
             tls_offered,
-            plaintext_pending: false,
+            starts_tls: false,
             handshake_offloaded: false,
             receive_armed: false,
             drained: false,
@@ -113,7 +113,7 @@ impl Stream {
     /// Whether nothing may be received at present: until the reply to STARTTLS was sent in plaintext, and
     /// while received handshake records wait for a send to complete.
     pub fn must_send_first(&self) -> bool {
-        self.plaintext_pending || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
+        self.starts_tls || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
     }
 
     /// Lets the next receive try the socket immediately instead of polling first.
@@ -129,10 +129,8 @@ impl Stream {
     /// Encrypts all but the replies gathered so far. Returns false, and TLS must not start, if the client
     /// sent data after STARTTLS without waiting for the reply: a man in the middle may have sent that data.
     pub fn start_tls(&mut self) -> bool {
-        let Some(tls) = self.tls_offered.take_if(|_| self.start == self.end) else { return false };
-        self.tls = Some(tls);
-        self.plaintext_pending = true;
-        true
+        self.starts_tls = self.tls_offered.is_some() && self.start == self.end;
+        self.starts_tls
     }
 
     pub fn forget_tls(&mut self) {
@@ -149,7 +147,7 @@ impl Stream {
     /// Decrypts into `payload`, else into the input buffer. Returns 0 bytes if more must be received first.
     pub fn decrypt(&mut self, payload: Option<&mut [u8]>, work: &mut TurnWork) -> Result<usize, StreamEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
-        if self.receive_armed || self.plaintext_pending || tls.wants_handshake() {
+        if self.receive_armed || tls.wants_handshake() {
             return Ok(0);
         }
         let decrypted = match payload {
@@ -168,7 +166,7 @@ impl Stream {
     /// Returns the TLS state if a worker must continue the handshake. Nothing may be sent or received until
     /// [`Stream::resume_handshake`] is called.
     pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {
-        let idle = !self.is_armed() && !self.plaintext_pending;
+        let idle = !self.is_armed();
         let tls = self.tls.take_if(|tls| idle && tls.wants_handshake())?;
         self.handshake_offloaded = true;
         Some(tls)
@@ -204,7 +202,7 @@ impl Stream {
     #[must_use]
     pub fn push_send(&mut self, cx: &mut SourceContext<'_>) -> bool {
         let fd = types::Fd(self.socket.as_raw_fd());
-        let entry = match self.tls.as_mut().filter(|_| !self.plaintext_pending) {
+        let entry = match &mut self.tls {
             None => {
                 let iovecs = self.sending.unsent();
                 opcode::Writev::new(fd, iovecs.as_ptr(), iovecs.len() as u32).build()
@@ -231,7 +229,7 @@ impl Stream {
             return Err(());
         }
         let bytes = result.max(0) as usize;
-        Ok(match self.tls.as_mut().filter(|_| !self.plaintext_pending) {
+        Ok(match &mut self.tls {
             None => self.sending.advance(bytes),
             Some(tls) => {
                 tls.sent(bytes);
@@ -243,7 +241,9 @@ impl Stream {
     /// Ends a send. `is_last`: no replies were gathered meanwhile. Returns the number of buffer bytes that are now
     /// free.
     pub fn recycle_sent(&mut self, is_last: bool, pool: &mut BufferPool) -> usize {
-        self.plaintext_pending &= !is_last;
+        if self.starts_tls && is_last {
+            (self.starts_tls, self.tls) = (false, self.tls_offered.take());
+        }
         self.sending.recycle(pool)
     }
 
