@@ -242,7 +242,7 @@ impl Connection {
                 Next::Transmission(session) => {
                     self.stream.forget_tls();
                     let export = &exports[session.export];
-                    self.status.establish(export.name.clone());
+                    let _ = self.status.export.set(export.name.clone());
                     self.requests.open(session, export, shared, cx);
                     self.handshake = None;
                     self.handshake_until_ns = u64::MAX;

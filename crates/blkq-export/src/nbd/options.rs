@@ -134,10 +134,6 @@ impl NbdOptions {
         Ok(())
     }
 
-    pub(super) fn name_in_uri(&self) -> &str {
-        self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
-    }
-
     pub(super) fn tls_policy(&self) -> TlsPolicy {
         let offered = |tls: &TlsOptions| if tls.required { TlsPolicy::Required } else { TlsPolicy::Optional };
         self.tls.as_ref().map_or(TlsPolicy::Off, offered)

@@ -259,7 +259,7 @@ impl Requests {
 
     fn is_split(&self, request: &Request) -> bool {
         request.command == Command::Read
-            && split::is_split(request.length)
+            && request.length > split::PART_BYTES
             && self.split.is_some()
             && !request.flags.contains(CommandFlags::DF)
             && self.is_whole_blocks(&request.range())

@@ -41,7 +41,8 @@ impl NbdServer {
         options.validate()?;
         let Listener { socket, listen_address } = listen.open(options.access, options.address_wait)?;
         check_reach(&options, &listen_address)?;
-        let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
+        let name = options.exports.first().filter(|_| options.named_in_uri).map_or("", |export| &export.name);
+        let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, name);
         // A single connection is served by one engine.
         let engines = if listen_address.is_connected { &engines[..1] } else { engines };
         let registry = Arc::new(Registry::new(options, engines.len()));
@@ -125,9 +126,7 @@ impl NbdServer {
     /// Begins to stop as [`NbdServer::stop`] does, with its errors, so that several servers can stop
     /// together.
     pub fn begin_stop(&self, force: bool) -> Result<StoppingServer<'_>, Error> {
-        if force {
-            self.registry.close();
-        } else if let Err(clients) = self.registry.close_if_empty() {
+        if let Err(clients) = self.registry.close(force) {
             let message = match clients {
                 1 => "1 client is connected".to_owned(),
                 count => format!("{count} clients are connected"),

@@ -358,7 +358,7 @@ unsafe impl Source for NbdSource {
         self.owner_of(user_data).is_some_and(|(_, connection)| connection.is_closing())
     }
 
-    // `force` makes no difference here: `Registry::close_if_empty` lets a server stop without force only when
+    // `force` makes no difference here: `Registry::close` lets a server stop without force only when
     // it has no clients.
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.shared.stopping = true;

@@ -12,7 +12,7 @@ use crate::submissions::Slots;
 use super::transmission::Request;
 
 /// Bytes of each part but the last. With 64 KiB, reads were slower than without splitting (docs/bench.md).
-const PART_BYTES: u64 = 128 << 10;
+pub(super) const PART_BYTES: u64 = 128 << 10;
 /// Maximum parts of one client in flight: 4 MiB keep any disk busy, and others need not wait for 32 MiB.
 const IN_FLIGHT_MAX: usize = 32;
 
@@ -40,10 +40,6 @@ pub(super) struct SplitReads {
     /// Reads with parts that were not submitted yet, in the order of their arrival.
     waiting: VecDeque<u64>,
     in_flight: usize,
-}
-
-pub(super) fn is_split(length: u64) -> bool {
-    length > PART_BYTES
 }
 
 pub(super) fn buffer_bytes(length: u64) -> usize {
@@ -152,6 +148,5 @@ mod tests {
     fn buffer_sizes_of_split_reads_are_those_of_their_parts() {
         assert_eq!(buffer_bytes(2 * PART_BYTES), 256 << 10);
         assert_eq!(buffer_bytes(PART_BYTES + 512), (128 << 10) + 4096);
-        assert!(!is_split(PART_BYTES) && is_split(PART_BYTES + 1));
     }
 }

@@ -106,7 +106,8 @@ counters! {
 pub(super) struct ConnectionStatus {
     pub id: u64,
     pub peer: String,
-    export: OnceLock<String>,
+    /// The export that the client chose.
+    pub export: OnceLock<String>,
     since: Instant,
     /// The counters, which the engine stores once per turn.
     published: PublishedCounters,
@@ -118,11 +119,6 @@ impl ConnectionStatus {
     pub fn publish(&self, counters: &NbdCounters, in_flight: usize) {
         self.published.store(counters);
         self.in_flight.store(in_flight as u64, Relaxed);
-    }
-
-    /// Records the export that the client chose.
-    pub fn establish(&self, export: String) {
-        let _ = self.export.set(export);
     }
 }
 
@@ -243,10 +239,10 @@ impl Registry {
         self.leave(connections, engine);
     }
 
-    /// Stops admitting clients, or returns the number of connected clients and changes nothing.
-    pub fn close_if_empty(&self) -> Result<(), usize> {
+    /// Stops admitting clients. If there are clients, without `force`, returns their number and changes nothing.
+    pub fn close(&self, force: bool) -> Result<(), usize> {
         let mut connections = lock(&self.connections);
-        if connections.count() > 0 {
+        if connections.count() > 0 && !force {
             return Err(connections.count());
         }
         connections.stopping = true;
@@ -261,10 +257,6 @@ impl Registry {
         }
         connections.paused += 1;
         Some(Paused(self))
-    }
-
-    pub fn close(&self) {
-        lock(&self.connections).stopping = true;
     }
 
     pub fn open(&self) -> usize {
@@ -322,7 +314,7 @@ mod tests {
         assert!(admit());
         registry.reject_admitted(0);
         let paused = registry.pause_if_empty();
-        registry.close();
+        registry.close(true).unwrap();
         drop(paused);
         assert!(!admit(), "the server was closed meanwhile");
     }
@@ -331,14 +323,14 @@ mod tests {
     fn a_stop_that_fails_because_of_clients_changes_nothing() {
         let registry = Registry::new(NbdOptions::default(), 1);
         let admit = || registry.admit(String::new).is_some();
-        assert!(admit() && registry.close_if_empty() == Err(1));
+        assert!(admit() && registry.close(false) == Err(1));
         assert!(admit(), "the server was not closed");
-        registry.close();
-        assert_eq!(registry.close_if_empty(), Err(2));
+        registry.close(true).unwrap();
+        assert_eq!(registry.close(false), Err(2));
         assert!(!admit(), "the forced stop continues");
         registry.reject_admitted(0);
         registry.reject_admitted(0);
-        assert!(registry.close_if_empty() == Ok(()) && !admit());
+        assert!(registry.close(false) == Ok(()) && !admit());
         assert_eq!(registry.open(), 0);
     }
 }
