@@ -1,6 +1,5 @@
 //! The connection of one client. [`Stream`] moves the bytes, [`Requests`] carries out the requests.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -8,7 +7,8 @@ use blkq::SourceContext;
 use blkq::trace::TraceClient;
 use rustix::net::Shutdown;
 
-use super::handshake::{Export, Handshake, Next, TlsPolicy};
+use super::handshake::{Export, Handshake, Next};
+use super::options::NbdOptions;
 use super::receive_backoff::ReceiveBackoff;
 use super::requests::{Parsed, Requests};
 use super::shared::EngineShared;
@@ -48,19 +48,19 @@ impl Connection {
         stream: Stream,
         status: Arc<ConnectionStatus>,
         exports: Vec<Export>,
-        tls: TlsPolicy,
-        handshake_ns: Range<u64>,
+        options: &NbdOptions,
+        now_ns: u64,
     ) -> Connection {
         let mut requests = Requests::new(slot, TraceClient::new(client_kind::NBD, status.id as u32));
-        let handshake = requests.replies.append(|output| Handshake::new(tls, output));
+        let handshake = requests.replies.append(|output| Handshake::new(options.tls_policy(), output));
         Connection {
             stream,
             requests,
             status,
             handshake: Some((handshake, exports)),
             closing: Closing::No,
-            handshake_since_ns: handshake_ns.start,
-            handshake_until_ns: handshake_ns.end,
+            handshake_since_ns: now_ns,
+            handshake_until_ns: now_ns + options.handshake_timeout_s * 1_000_000_000,
             send_until_ns: u64::MAX,
             backoff: ReceiveBackoff::default(),
             ready: false,

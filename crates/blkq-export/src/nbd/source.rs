@@ -116,23 +116,20 @@ impl NbdSource {
     }
 
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
+        let registry = &self.shared.registry;
+        let options = &registry.options;
+        // After each rejection, the socket closes: a client that connects again must find its place free.
+        if self.shared.stopping {
+            return registry.reject_admitted(self.engine);
+        }
         let slot = self.connections.iter().position(Option::is_none).unwrap_or_else(|| {
             self.connections.push(None);
             self.connections.len() - 1
         });
-        let EngineShared { registry, stopping, .. } = &self.shared;
-        let options = &registry.options;
-        let stream = match *stopping {
-            true => Err(socket),
-            false => Stream::new(slot as u32, socket, options.tls.as_ref()),
-        };
-        let stream = match stream {
+        let stream = match Stream::new(slot as u32, socket, options.tls.as_ref()) {
             Ok(stream) => stream,
             Err(socket) => {
-                if !stopping {
-                    registry.report(Reason::NoMemory, || peer_name(&socket));
-                }
-                // The socket closes afterwards: a client that connects again must find its place free.
+                registry.report(Reason::NoMemory, || peer_name(&socket));
                 return registry.reject_admitted(self.engine);
             }
         };
@@ -150,11 +147,9 @@ impl NbdSource {
                 bitmaps: offered_bitmaps(cx.disk(export.queue)),
             }
         });
-        let (exports, tls) = (exports.collect(), options.tls_policy());
-        let since_ns = cx.now_ns();
-        let until_ns = since_ns + options.handshake_timeout_s * 1_000_000_000;
-        self.shared.expect_deadline(until_ns);
-        let connection = Connection::new(slot as u32, stream, status, exports, tls, since_ns..until_ns);
+        let exports = exports.collect();
+        let connection = Connection::new(slot as u32, stream, status, exports, options, cx.now_ns());
+        self.shared.expect_deadline(connection.deadline_ns());
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }

@@ -263,8 +263,8 @@ impl Registry {
         lock(&self.connections).count()
     }
 
-    /// Whether so many clients have not chosen an export yet that no more are accepted at present: clients that never
-    /// do leave most connections to others.
+    /// Whether a quarter of the connections belongs to clients that have not chosen an export yet. The server then
+    /// stops accepting, so that clients that never choose one leave most connections to others.
     pub fn is_crowded(&self) -> bool {
         let connections = lock(&self.connections);
         let established = connections.open.iter().filter(|status| status.export.get().is_some()).count();
