@@ -265,16 +265,7 @@ fn verifier(
 }
 
 /// The reason why a certificate that webpki accepts is rejected: its keyUsage does not allow the use.
-#[derive(Debug)]
-pub(super) struct UsageError(&'static str);
-
-impl fmt::Display for UsageError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.0)
-    }
-}
-
-impl std::error::Error for UsageError {}
+pub(super) type UsageError = std::io::Error;
 
 /// Verifies client certificates as `inner` does, and that keyUsage allows their use, which webpki does not check.
 #[derive(Debug)]
@@ -286,7 +277,7 @@ struct UsageVerifier {
 
 fn check_usage(own: &CertificateDer<'_>, chain: &[CertificateDer<'_>]) -> Result<(), CertificateError> {
     let parse = |der: &CertificateDer<'_>| CertificateUse::parse(der).ok_or(CertificateError::BadEncoding);
-    let refuse = |why| Err(CertificateError::Other(OtherError(Arc::new(UsageError(why)))));
+    let refuse = |why: &str| Err(CertificateError::Other(OtherError(Arc::new(UsageError::other(why)))));
     // The client's own certificate must be allowed to sign the handshake (RFC 8446, 4.4.2.2).
     if !parse(own)?.may_sign() {
         return refuse("the keyUsage of the client's certificate lacks digitalSignature");
