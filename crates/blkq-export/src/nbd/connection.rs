@@ -127,7 +127,7 @@ impl Connection {
     }
 
     fn is_idle(&self) -> bool {
-        self.requests.is_idle() && !self.stream.handshake_offloaded
+        self.requests.busy == 0 && !self.stream.handshake_offloaded
     }
 
     /// Returns the buffers to `shared`. The connection is dropped afterwards.

@@ -186,29 +186,20 @@ impl Handshake {
             let Some((data, after)) = after.split_at_checked(length) else { break Next::Receive };
             self.options += 1;
             rest = after;
-            match self.option(option, data, exports, output) {
-                Next::Receive => {}
-                end => break end,
+            self.work += 1;
+            let mut reply = Reply { option, output };
+            match self.negotiate(data, exports, &mut reply) {
+                Ok(Next::Receive) => {}
+                Ok(next) => break next,
+                // The reply to EXPORT_NAME cannot be an error.
+                Err(_) if option == option::EXPORT_NAME => break Next::Close,
+                Err((kind, text)) => reply.send(kind, &[text.as_bytes()]),
             }
         };
         if !matches!(next, Next::Receive | Next::Later | Next::StartTls) {
             self.over = true;
         }
         (input.len() - rest.len(), next)
-    }
-
-    fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
-        self.work += 1;
-        let mut reply = Reply { option, output };
-        match self.negotiate(data, exports, &mut reply) {
-            Ok(next) => next,
-            // The reply to EXPORT_NAME cannot be an error.
-            Err(_) if option == option::EXPORT_NAME => Next::Close,
-            Err((kind, text)) => {
-                reply.send(kind, &[text.as_bytes()]);
-                Next::Receive
-            }
-        }
     }
 
     /// Carries out the option of `reply`. An error is the reply to the option, and the handshake continues.

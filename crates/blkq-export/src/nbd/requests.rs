@@ -65,7 +65,7 @@ pub(super) struct Requests {
     /// I/O buffers of this client, in bytes.
     buffered: usize,
     /// Requests, and parts of reads, in the block layer, in the range lock or with a worker.
-    busy: usize,
+    pub busy: usize,
     /// Split reads. `None` for simple replies, or if splitting was off when the client connected.
     split: Option<Box<SplitReads>>,
     /// Replies to send, also those of the handshake.
@@ -86,10 +86,6 @@ impl Requests {
         self.contexts = ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() };
         self.split = (in_parts && session.replies != ReplyStyle::Simple).then(Box::default);
         self.transmission = Transmission::new(session);
-    }
-
-    pub fn is_idle(&self) -> bool {
-        self.busy == 0
     }
 
     /// The part of the buffer into which the rest of the expected payload must be received.
@@ -152,7 +148,10 @@ impl Requests {
                 if self.transmission.payload_bytes() > 0 {
                     return Parsed::Receive;
                 }
-                self.submit_write(shared, cx);
+                if let Some((request, buffer)) = self.incoming.take() {
+                    self.payload_until_ns = None;
+                    self.submit(request, Operation::Write, request.range(), buffer.into(), shared, cx);
+                }
             } else if shared.submissions.requeued() > 0 {
                 return Parsed::Wait;
             } else if let Some(request) = self.parsed {
@@ -306,13 +305,6 @@ impl Requests {
     fn end_query(&mut self) {
         self.busy -= 1;
         self.replies.hold_extents(self.extents_max_bytes());
-    }
-
-    fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
-        if let Some((request, buffer)) = self.incoming.take() {
-            self.payload_until_ns = None;
-            self.submit(request, Operation::Write, request.range(), buffer.into(), shared, cx);
-        }
     }
 
     fn is_whole_blocks(&self, range: &Range<u64>) -> bool {

@@ -217,26 +217,23 @@ impl NbdSource {
         Some((request, self.connections.get(request.connection as usize)?.as_ref()?))
     }
 
-    /// Gives a connection its turn. If it has more to do, it goes to the end of the ready list, so that each
-    /// connection gets its share.
+    /// Gives a connection its turn, and drops it if it is over. If it has more to do, it goes to the end of the ready
+    /// list, so that each connection gets its share.
     fn run_connection(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
         let Some(connection) = &mut self.connections[slot as usize] else { return };
         let has_more = connection.turn(&mut self.shared, cx);
-        if connection.is_over() {
-            self.drop_connection(slot);
-        } else if has_more {
-            self.make_ready(slot);
-        }
-    }
-
-    fn drop_connection(&mut self, slot: u32) {
-        if let Some(mut connection) = self.connections[slot as usize].take() {
-            connection.release(&mut self.shared);
-            if let Some(reason) = connection.take_rejection() {
-                self.shared.registry.report(reason, || connection.status.peer.clone());
+        if !connection.is_over() {
+            if has_more {
+                self.make_ready(slot);
             }
-            self.shared.registry.unregister(&connection.status, self.engine);
+            return;
         }
+        connection.release(&mut self.shared);
+        if let Some(reason) = connection.take_rejection() {
+            self.shared.registry.report(reason, || connection.status.peer.clone());
+        }
+        self.shared.registry.unregister(&connection.status, self.engine);
+        self.connections[slot as usize] = None;
     }
 }
 
