@@ -272,10 +272,8 @@ fn inherit(socket: OwnedFd) -> Result<Listener, Error> {
             listen_address.tcp = Some(SocketAddr::try_from(own).map_err(system)?);
         }
         family => {
-            let family = family.as_raw();
-            return Err(invalid(&format!(
-                "is a socket of address family {family}; pass a unix or TCP socket"
-            )));
+            let why = format!("is a socket of address family {}; pass a unix or TCP socket", family.as_raw());
+            return Err(invalid(&why));
         }
     }
     if !sockopt::socket_acceptconn(&socket).map_err(system)? {

@@ -76,15 +76,14 @@ impl Mapping {
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(invalid("the descriptor is not a regular file".into()));
         }
-        let end = offset.checked_add(length).filter(|_| length > 0);
-        let Some(end) = end.filter(|end| *end <= i64::MAX as u64) else {
+        let end = offset.checked_add(length).filter(|end| length > 0 && *end <= i64::MAX as u64);
+        let Some(end) = end else {
             return Err(invalid(format!("a region of {length} bytes at offset {offset} is not valid")));
         };
         let bytes = u64::try_from(status.st_size).unwrap_or(0);
         if end > bytes {
-            return Err(invalid(format!(
-                "the region ends at byte {end}, after the end of the file ({bytes} bytes)"
-            )));
+            let what = format!("the region ends at byte {end}, after the end of the file ({bytes} bytes)");
+            return Err(invalid(what));
         }
         let page = check_file_system(file)?;
         if !page.is_power_of_two() {
