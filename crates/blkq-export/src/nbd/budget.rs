@@ -62,11 +62,8 @@ impl Budget {
 
     /// Whether `connection` may exceed the budget now: no waiting connection is to try before it.
     fn may_exceed(&self, connection: u32) -> bool {
-        let is_turn = |first: &u32| {
-            let has_been_returned =
-                || self.waiting.contains(&connection) && !self.retrying.contains(&connection);
-            *first == connection || has_been_returned()
-        };
+        let was_returned = || self.waiting.contains(&connection) && !self.retrying.contains(&connection);
+        let is_turn = |first: &u32| *first == connection || was_returned();
         self.excess.is_none() && self.retrying.front().is_none_or(is_turn)
     }
 
