@@ -35,8 +35,9 @@ use super::descriptors::Descriptors;
 
 /// Interval of the check for idleness, which releases the memory of the buffers.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
-/// Token payload of the interval's timeout. Payloads of slots are smaller.
+/// Token payloads of the interval's timeout, and of its cancellation. Payloads of slots are smaller.
 const IDLE: u64 = 1 << 16;
+const CANCELLED: u64 = IDLE + 1;
 /// With [`CopyMode::Kernel`]: the bytes of a tag's buffer that are registered with the ring, so that small
 /// direct I/O need not pin pages. Registered memory is locked: 512 KiB for 128 tags.
 const FRONT_BYTES: u32 = 4096;
@@ -146,10 +147,10 @@ pub(super) struct QueueSource {
     /// Slots whose request has arrived and is not submitted yet.
     arrived: Vec<u16>,
     submissions: Submissions,
-    /// Number of commands in flight.
+    /// Number of commands in flight, the timeout of [`IDLE_INTERVAL`] and its cancellation included.
     armed: usize,
     in_flight: usize,
-    /// Buffers may have memory to release, and the timeout of [`IDLE_INTERVAL`] is in flight.
+    /// Buffers may have memory to release, and the timeout of [`IDLE_INTERVAL`] is in flight, not cancelled.
     timer_runs: bool,
     /// A request used a buffer in the current interval.
     used_buffers: bool,
@@ -314,7 +315,7 @@ impl QueueSource {
     /// Notes that a request uses a buffer, and starts the check for idleness.
     fn use_memory(&mut self, cx: &mut SourceContext<'_>) {
         self.used_buffers = true;
-        if !self.timer_runs {
+        if !self.timer_runs && !self.stopping {
             self.timer_runs = true;
             self.start_interval(cx);
         }
@@ -322,15 +323,23 @@ impl QueueSource {
 
     fn start_interval(&mut self, cx: &mut SourceContext<'_>) {
         self.used_buffers = false;
+        self.armed += 1;
         let entry = opcode::Timeout::new(&raw const IDLE_INTERVAL).build();
         // SAFETY: the kernel reads the interval, which is static.
         unsafe { cx.push(entry, IDLE) }
     }
 
-    fn trim(&mut self, cx: &mut SourceContext<'_>) {
-        if self.stopping {
-            return;
+    /// Cancels the timeout. Its completion must not reach a later source with the same tokens.
+    fn cancel_interval(&mut self, cx: &mut SourceContext<'_>) {
+        if std::mem::take(&mut self.timer_runs) {
+            self.armed += 1;
+            let timeout = cx.token(IDLE).0;
+            // SAFETY: the cancellation has no memory and no descriptor.
+            unsafe { cx.push(opcode::AsyncCancel::new(timeout).build(), CANCELLED) }
         }
+    }
+
+    fn trim(&mut self, cx: &mut SourceContext<'_>) {
         if self.used_buffers || self.in_flight > 0 || !self.arrived.is_empty() {
             return self.start_interval(cx);
         }
@@ -432,21 +441,24 @@ unsafe impl Source for QueueSource {
     }
 
     fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
-        match cqe.token.payload() {
-            IDLE => return self.trim(cx),
-            payload if payload & COPY != 0 => return self.copied(cx, payload as u16, cqe.result),
-            _ => {}
+        let payload = cqe.token.payload();
+        if payload & COPY != 0 {
+            return self.copied(cx, payload as u16, cqe.result);
         }
         self.armed -= 1;
-        let index = cqe.token.payload() as u16;
-        // UBLK_IO_RES_OK: a request has arrived.
-        if cqe.result == 0 {
-            return self.arrived.push(index);
-        }
-        // When the source is stopping, the device was removed or is left to another server: no request is
-        // lost.
-        if let Some(errno) = refusal(cqe.result).filter(|_| !self.stopping) {
-            self.fail_tag(index, errno);
+        match payload {
+            IDLE if !self.stopping => return self.trim(cx),
+            IDLE | CANCELLED => {}
+            // UBLK_IO_RES_OK: a request has arrived.
+            index if cqe.result == 0 => return self.arrived.push(index as u16),
+            // When the source is stopping, the device was removed or is left to another server: no request is
+            // lost.
+            _ if self.stopping => {}
+            index => {
+                if let Some(errno) = refusal(cqe.result) {
+                    self.fail_tag(index as u16, errno);
+                }
+            }
         }
         self.release(cx);
     }
@@ -491,6 +503,7 @@ unsafe impl Source for QueueSource {
     /// the device to another server.
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
+        self.cancel_interval(cx);
         if cx.engine_exits() && !self.forced {
             self.forced = true;
             cx.registrar().abandon();

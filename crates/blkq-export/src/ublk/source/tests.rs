@@ -1,5 +1,7 @@
+use std::time::Duration;
+
 use blkq::drivers::null::{Null, NullOptions};
-use blkq::testing::assert_stays;
+use blkq::testing::{assert_stays, assert_stays_for};
 use blkq::{Disk, EngineThread};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -135,6 +137,68 @@ fn buffers_of_unfinished_commands_stay_until_the_engine_exits() {
     assert_stays("the source is kept", || !stop.is_finished());
     drop(engine);
     stop.join().unwrap();
+}
+
+/// A queue whose buffers were just used.
+struct Used(QueueSource);
+
+// SAFETY: all notifications are passed on.
+unsafe impl Source for Used {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        self.0.use_memory(cx);
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
+        self.0.on_cqe(cx, cqe);
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+
+    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
+        self.0.stop(cx, force);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.0.is_stopped()
+    }
+}
+
+/// A source that submits nothing, and notes completions.
+struct Silent(Arc<OnceLock<i32>>);
+
+// SAFETY: the source submits nothing.
+unsafe impl Source for Silent {
+    fn start(&mut self, _: &mut SourceContext<'_>) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, cqe: Cqe) {
+        let _ = self.0.set(cqe.result);
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn the_timeout_of_a_stopped_queue_reaches_no_other_source() {
+    let (engine, options) = engine_and_options();
+    let handle = engine.handle();
+    let queue = handle.add_source(move || Box::new(Used(QueueSource::new(options)))).unwrap();
+    handle.stop_source(queue, false);
+    let completion = Arc::new(OnceLock::new());
+    let noted = completion.clone();
+    handle.add_source(move || Box::new(Silent(noted))).unwrap();
+    // Longer than the timeout.
+    let time = Duration::from_millis(1200);
+    assert_stays_for(time, "the next source has no completion", || completion.get().is_none());
 }
 
 #[test]
