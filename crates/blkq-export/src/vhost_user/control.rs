@@ -70,8 +70,6 @@ impl Control {
         let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
-        let events = if accepts { PollFlags::IN } else { PollFlags::empty() };
-        polls.push(PollFd::from_borrowed_fd(self.listener.as_fd(), events));
         if let Some(Connected { channel, session }) = &self.connected {
             let events = if channel.has_reply() { PollFlags::OUT } else { PollFlags::IN };
             polls.push(PollFd::from_borrowed_fd(channel.as_fd(), events));
@@ -79,14 +77,17 @@ impl Control {
                 polls.push(PollFd::from_borrowed_fd(socket, PollFlags::IN));
             }
         }
+        // During a pause, the listener is not polled at all: poll(2) returns immediately for a listener that
+        // another process has shut down, whatever the events.
+        polls.extend(accepts.then(|| PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN)));
         // After an error or an interruption all descriptors are checked. This is harmless, because none of
         // them blocks.
         match poll(&mut polls, timeout.as_ref()) {
             Ok(_) => Ready {
+                arrival: accepts && polls.pop().is_some_and(|poll| !poll.revents().is_empty()),
                 woken: !polls[0].revents().is_empty(),
-                arrival: accepts && !polls[1].revents().is_empty(),
-                front_end: polls.get(2).is_some_and(|poll| !poll.revents().is_empty()),
-                requests: polls.get(3).map_or(PollFlags::empty(), PollFd::revents),
+                front_end: polls.get(1).is_some_and(|poll| !poll.revents().is_empty()),
+                requests: polls.get(2).map_or(PollFlags::empty(), PollFd::revents),
             },
             Err(_) => Ready { woken: true, arrival: false, front_end: true, requests: PollFlags::empty() },
         }
@@ -145,8 +146,9 @@ impl Control {
         }
         let socket = match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(socket) => UntrustedFd::new(socket),
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
-            // Descriptors or memory are exhausted. An immediate retry would fail, too.
+            Err(Errno::INTR | Errno::CONNABORTED) => return,
+            // Descriptors or memory are exhausted, or the listener was shut down. An immediate retry would fail,
+            // too.
             Err(_) => return self.accept_at = Some(Instant::now() + ACCEPT_PAUSE),
         };
         let peer = peer_name(&socket);
@@ -188,5 +190,34 @@ pub fn close_listener(listener: Listener) {
         while let Ok(socket) = accept_with(&listener, SocketFlags::CLOEXEC) {
             drop(UntrustedFd::new(socket));
         }
+    }
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use blkq::Disk;
+    use blkq::drivers::null::{Null, NullOptions};
+
+    use super::*;
+    use crate::listener::Listen;
+
+    #[test]
+    fn a_listener_that_is_shut_down_does_not_keep_the_thread_busy() {
+        let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
+        let shared = Arc::new(Shared::new(&disk, Vec::new(), "").unwrap());
+        let path = std::env::temp_dir().join(format!("blkq-shut-down-{}.sock", std::process::id()));
+        let socket = UnixListener::bind(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let other_holder = socket.try_clone().unwrap();
+        let mut control = Control::new(shared, Listen::Inherited(socket.into()).listen().unwrap());
+        shutdown(&other_holder, Shutdown::Both).unwrap();
+        let begin = Instant::now();
+        for _ in 0..4 {
+            let ready = control.wait();
+            control.turn(&ready);
+        }
+        assert!(begin.elapsed() >= ACCEPT_PAUSE, "the thread waits in between");
     }
 }
