@@ -142,7 +142,7 @@ impl Mapping {
 
 /// The page size of the system in bytes. The C library has known the number since the process began. rustix
 /// would read it from the kernel at its first call, which the seccomp filter of a confined thread may forbid.
-fn page_bytes() -> u64 {
+pub(crate) fn page_bytes() -> u64 {
     // SAFETY: sysconf with this name only returns a constant.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(bytes).unwrap_or(4096)

@@ -4,14 +4,15 @@ use blkq::{Error, ErrorKind, QueueLimits};
 
 use super::abi::{self, AlignParameters, BasicParameters, DiscardParameters, Parameters};
 use super::copy::CopyMode;
+use crate::mapping::page_bytes;
 
 /// Largest request in bytes, which is the size of the buffer of one tag.
 pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
 /// Largest discard and write zeroes in bytes. The kernel counts both in 32 bits of bytes. A smaller maximum
 /// than that keeps one request from delaying others for long.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// Page size: the kernel's minimum for the largest request (`PAGE_SECTORS`), and the largest logical block.
-const PAGE_BYTES: u32 = 4096;
+/// Largest logical block: the smallest page of a kernel.
+const BLOCK_MAX_BYTES: u32 = 4096;
 
 fn shift(bytes: u32) -> u8 {
     bytes.ilog2() as u8
@@ -22,12 +23,12 @@ fn sectors(bytes: u64, block: u32) -> u32 {
     ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
 }
 
-/// The parameters for a disk with `limits`. Fails with [`ErrorKind::Invalid`] if its block exceeds a page.
+/// The parameters for a disk with `limits`. Fails with [`ErrorKind::Invalid`] if its block exceeds 4 KiB.
 pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Error> {
     let block = limits.logical_block_bytes;
-    if block > PAGE_BYTES {
+    if block > BLOCK_MAX_BYTES {
         let message = format!(
-            "ublk supports logical blocks of at most {PAGE_BYTES} bytes, and those of the image have {block}"
+            "ublk supports logical blocks of at most {BLOCK_MAX_BYTES} bytes, and those of the image have {block}"
         );
         return Err(Error::new(ErrorKind::Invalid, message));
     }
@@ -37,7 +38,8 @@ pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Er
     attribute(limits.rotational, abi::ATTR_ROTATIONAL);
     attribute(limits.write_cache, abi::ATTR_VOLATILE_CACHE);
     attribute(limits.write_cache && limits.fua, abi::ATTR_FUA);
-    let request_bytes = limits.max_request_bytes.clamp(PAGE_BYTES, REQUEST_MAX_BYTES) & !(block - 1);
+    // The kernel's minimum for the largest request is a page (`PAGE_SECTORS`).
+    let request_bytes = limits.max_request_bytes.clamp(page_bytes() as u32, REQUEST_MAX_BYTES) & !(block - 1);
     // Not every kernel splits at boundaries that are no powers of two. The disk splits such requests itself.
     let chunk_bytes = if limits.chunk_bytes.is_power_of_two() { limits.chunk_bytes } else { 0 };
     // A driver that supports one kind of write zeroes is enough, because the disk emulates the other kind.
