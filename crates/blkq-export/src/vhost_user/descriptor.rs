@@ -1,10 +1,17 @@
-//! The parts that both kinds of ring have in common: descriptors, indirect tables and event indexes.
+//! What both kinds of ring have in common: parts in memory, descriptors, indirect tables and event indexes.
 
 use std::sync::Arc;
 
 use super::area::Area;
-use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, RingError};
-use super::memory::{Cursor, GuestMemory, Span};
+use super::chain::{
+    Buffer, Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, RingError,
+};
+use super::memory::{Cursor, GuestMemory};
+
+/// Offset of the entries in the available and the used ring of a split ring.
+pub const ENTRIES_AT: usize = 4;
+/// Size of an event suppression area of a packed ring.
+const EVENT_BYTES: usize = 4;
 
 /// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
 #[derive(Clone, Debug)]
@@ -27,42 +34,100 @@ pub struct RingSpec {
     pub base: u32,
 }
 
-/// The guest's memory as a ring uses it.
-pub struct RingMemory {
-    memory: Arc<GuestMemory>,
-    cursor: Cursor,
+/// The parts of a ring in the guest's memory, of which the two kinds have the same number.
+pub struct RingParts {
+    pub descriptors: Area,
+    /// The available ring, or the driver's event suppression area.
+    pub driver: Area,
+    /// The used ring, or the device's event suppression area.
+    pub device: Area,
+    pub size: u16,
+    pub event_idx: bool,
+    packed: bool,
     /// Whether indirect tables were negotiated.
     indirect: bool,
+    memory: Arc<GuestMemory>,
+    cursor: Cursor,
 }
 
-impl RingMemory {
-    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> RingMemory {
-        RingMemory { memory: Arc::clone(memory), cursor: Cursor::default(), indirect: spec.indirect }
+impl RingParts {
+    /// Finds the parts in `memory`. Fails for a part that is misaligned or not inside one region.
+    pub fn open(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<RingParts, RingError> {
+        let &RingSpec { size, packed, event_idx, indirect, .. } = spec;
+        let entries = usize::from(size);
+        // A flag and an index precede the entries of the available and the used ring, and an event index
+        // follows them.
+        let (driver, device) = match packed {
+            true => ((EVENT_BYTES, 4), (EVENT_BYTES, 4)),
+            false => ((ENTRIES_AT + entries * 2 + 2, 2), (ENTRIES_AT + entries * 8 + 2, 4)),
+        };
+        let area = |part, address, (bytes, align)| {
+            memory.area(address, bytes, align).ok_or(RingError::Unmapped { part, address })
+        };
+        Ok(RingParts {
+            descriptors: area("descriptors", spec.descriptors, (entries * DESCRIPTOR_BYTES, 16))?,
+            driver: area("driver area", spec.driver_area, driver)?,
+            device: area("device area", spec.device_area, device)?,
+            size,
+            event_idx,
+            packed,
+            indirect,
+            memory: Arc::clone(memory),
+            cursor: Cursor::default(),
+        })
     }
 
-    /// Finds a part of the ring at the front end's address `at`, or returns why the ring cannot be used.
-    pub fn area(&self, part: &'static str, at: u64, bytes: usize, align: usize) -> Result<Area, RingError> {
-        self.memory.area(at, bytes, align).ok_or(RingError::Unmapped { part, address: at })
-    }
-
-    /// The table that `descriptor` in the chain of `head` names.
+    /// Adds the buffers of `descriptor`, which is in the chain of `head`. Returns whether it ends the chain.
     #[inline]
-    pub fn table(&mut self, head: u16, descriptor: &Descriptor) -> Result<Table<'_>, RingError> {
+    pub fn read(&mut self, head: u16, descriptor: &Descriptor, chain: &mut Chain) -> Result<bool, RingError> {
+        if descriptor.has(DESCRIPTOR_INDIRECT) {
+            return self.read_indirect(head, descriptor, chain).map(|()| true);
+        }
+        chain.push(head, descriptor.buffer(), descriptor.flags)?;
+        Ok(!descriptor.has(DESCRIPTOR_NEXT))
+    }
+
+    /// Adds the buffers of the indirect table that `table`, a descriptor in the chain of `head`, names. Reads
+    /// each byte of the table once.
+    fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
         if !self.indirect {
             return Err(RingError::IndirectNotNegotiated { head });
         }
-        if descriptor.has(DESCRIPTOR_NEXT) {
+        if table.has(DESCRIPTOR_NEXT) {
             return Err(RingError::IndirectNext { head });
         }
-        let &Descriptor { address, length, .. } = descriptor;
+        let &Descriptor { address, length, .. } = table;
         let entries = length / DESCRIPTOR_BYTES as u32;
         if !length.is_multiple_of(DESCRIPTOR_BYTES as u32) || !(1..=DESCRIPTORS_MAX as u32).contains(&entries)
         {
             return Err(RingError::IndirectLength { head, length });
         }
-        let memory = &*self.memory;
-        let whole = memory.span(&mut self.cursor, address, length).filter(|span| span.len() == length);
-        Ok(Table { entries, memory, cursor: &mut self.cursor, address, length, whole })
+        let (memory, cursor) = (&*self.memory, &mut self.cursor);
+        // If the table crosses two memory regions, each entry is looked up.
+        let whole = memory.span(cursor, address, length).filter(|span| span.len() == length);
+        let mut index = 0;
+        for _ in 0..entries {
+            let offset = index * DESCRIPTOR_BYTES as u32;
+            let bytes = match whole {
+                Some(span) => span.load::<DESCRIPTOR_BYTES>(offset),
+                None => address.checked_add(offset.into()).and_then(|at| memory.load(cursor, at)),
+            };
+            let both = u128::from_le_bytes(bytes.ok_or(RingError::BufferUnmapped { address, length })?);
+            let entry = (both as u64, (both >> 64) as u64);
+            let entry = if self.packed { Descriptor::packed(entry) } else { Descriptor::split(entry) };
+            if entry.has(DESCRIPTOR_INDIRECT) {
+                return Err(RingError::IndirectNested { head });
+            }
+            chain.push(head, entry.buffer(), entry.flags)?;
+            index = match entry.next {
+                // A table of a packed ring has no links: its entries are used in their order.
+                _ if self.packed => index + 1,
+                _ if !entry.has(DESCRIPTOR_NEXT) => return Ok(()),
+                next if u32::from(next) >= entries => return Err(RingError::NextRange { head, next }),
+                next => next.into(),
+            };
+        }
+        if self.packed { Ok(()) } else { Err(RingError::ChainLoop { head }) }
     }
 }
 
@@ -101,31 +166,4 @@ impl Descriptor {
 #[inline]
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
-}
-
-/// An indirect table.
-pub struct Table<'a> {
-    /// Number of descriptors in the table.
-    pub entries: u32,
-    memory: &'a GuestMemory,
-    cursor: &'a mut Cursor,
-    address: u64,
-    length: u32,
-    /// The whole table, unless it crosses two memory regions: then each entry is looked up.
-    whole: Option<Span<'a>>,
-}
-
-impl Table<'_> {
-    /// Reads each byte once. Fails with [`RingError::BufferUnmapped`] if the entry is not guest memory.
-    #[inline]
-    pub fn entry(&mut self, index: u32) -> Result<(u64, u64), RingError> {
-        let offset = index * DESCRIPTOR_BYTES as u32;
-        let (address, length) = (self.address, self.length);
-        let entry = match self.whole {
-            Some(span) => span.load::<DESCRIPTOR_BYTES>(offset),
-            None => address.checked_add(offset.into()).and_then(|at| self.memory.load(self.cursor, at)),
-        };
-        let both = u128::from_le_bytes(entry.ok_or(RingError::BufferUnmapped { address, length })?);
-        Ok((both as u64, (both >> 64) as u64))
-    }
 }

@@ -9,6 +9,7 @@
 //! executed, in the order of the machine code. So a store has release ordering if the next daemon must not
 //! find it without the stores before it: that ordering keeps the compiler from reordering them.
 
+use std::cmp::Reverse;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,6 +18,8 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::area::Area;
+use super::chain::Head;
+use super::descriptor::Descriptor;
 use crate::mapping::Mapping;
 
 /// The region of each queue begins at a multiple of this number of bytes.
@@ -157,4 +160,19 @@ pub struct InflightQueue {
     pub(super) area: Area,
     /// Number of records that the ring uses: one for each of its descriptors.
     pub(super) size: u16,
+}
+
+/// A chain that was in flight when the device was killed.
+pub struct Recovered {
+    /// Gives the order in which chains were taken.
+    pub(super) counter: u64,
+    pub(super) head: Head,
+    /// The descriptors of the chain in a packed ring. In a split ring they are unchanged in the ring.
+    pub(super) descriptors: Vec<Descriptor>,
+}
+
+/// Sorts the chains, the oldest last, and returns the counter of the next chain.
+pub fn sort_recovered(chains: &mut [Recovered]) -> u64 {
+    chains.sort_by_key(|chain| Reverse(chain.counter));
+    chains.first().map_or(0, |newest| newest.counter.wrapping_add(1))
 }

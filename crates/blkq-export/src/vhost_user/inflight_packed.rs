@@ -4,9 +4,9 @@
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::area::Area;
-use super::chain::RingError;
+use super::chain::{Head, RingError};
 use super::descriptor::Descriptor;
-use super::inflight::{InflightQueue, VERSION};
+use super::inflight::{InflightQueue, Recovered, VERSION, sort_recovered};
 
 // Offsets in the header of the region.
 const COUNT: usize = 10;
@@ -70,32 +70,16 @@ impl Position {
     }
 }
 
-/// A chain that was in flight when the device was killed.
-pub struct Recovered {
-    counter: u64,
-    /// The first entry of the chain in the record.
-    pub record: u16,
-    /// The buffer identifier of the chain.
-    pub id: u16,
-    pub descriptors: Vec<Descriptor>,
-}
-
-/// The state of a ring according to its record.
-pub struct State {
-    pub used: Position,
-    /// The end of a batch that was written to the ring but not published.
-    pub abandoned: Position,
-    /// The chains in flight, in the order in which they were taken.
-    pub chains: Vec<Recovered>,
-}
+/// The end of a batch that was written to the ring but not published, and the chains in flight.
+type Left = (Position, Vec<Recovered>);
 
 fn record(entry: u16) -> usize {
     RECORD_BYTES + usize::from(entry) * RECORD_BYTES
 }
 
 impl PackedInflight {
-    /// Opens the record, and returns the state of the ring; `None` if the record is new. `used`: the position
-    /// of the next used descriptor, for a new record. `is_new`: the driver has just cleared the ring.
+    /// Opens the record, and returns what a killed device has left; `None` if the record is new. `used`: the
+    /// position of the next used descriptor, for a new record. `is_new`: the driver has just cleared the ring.
     /// `shown`: whether the driver sees the descriptor at a position as used. Fails with
     /// [`RingError::Inflight`] for an unknown version, the size of another ring, or inconsistent entries.
     pub fn open(
@@ -103,7 +87,7 @@ impl PackedInflight {
         used: Position,
         is_new: bool,
         shown: impl FnOnce(Position) -> bool,
-    ) -> Result<(PackedInflight, Option<State>), RingError> {
+    ) -> Result<(PackedInflight, Option<Left>), RingError> {
         let InflightQueue { area, size } = queue;
         let count = usize::from(size);
         let mut this = PackedInflight {
@@ -121,7 +105,7 @@ impl PackedInflight {
             // The guest has cleared its ring to use it from the beginning, but the front end may still have
             // the record.
             1 if is_new && this.positions().1 != (Position { index: 0, wrap: true }) => this.begin(),
-            1 => return this.recover(shown).map(|state| (this, Some(state))),
+            1 => return this.recover(shown).map(|left| (this, Some(left))),
             _ => return Err(RingError::Inflight { what: "unknown version" }),
         }
         Ok((this, None))
@@ -138,6 +122,11 @@ impl PackedInflight {
         self.area.store_u16(VERSION, 1, Release);
     }
 
+    /// The position of the next used descriptor.
+    pub fn used(&self) -> Position {
+        self.used
+    }
+
     /// The new and the old position of the next used descriptor.
     fn positions(&self) -> (Position, Position) {
         let positions = self.area.load_u64(POSITIONS, Relaxed);
@@ -145,7 +134,7 @@ impl PackedInflight {
         (new, Position { index: (positions >> 16) as u16, wrap: positions >> 40 & 0xff != 0 })
     }
 
-    fn recover(&mut self, shown: impl FnOnce(Position) -> bool) -> Result<State, RingError> {
+    fn recover(&mut self, shown: impl FnOnce(Position) -> bool) -> Result<Left, RingError> {
         let size = self.size;
         if self.area.load_u16(COUNT, Relaxed) != size {
             return Err(RingError::Inflight { what: "the ring has another size" });
@@ -179,15 +168,14 @@ impl PackedInflight {
         if owned.contains(&false) {
             return Err(RingError::Inflight { what: "an entry is neither free nor in a chain" });
         }
-        chains.sort_by_key(|chain| chain.counter);
-        self.counter = chains.last().map_or(0, |chain| chain.counter.wrapping_add(1));
-        Ok(State { used: self.used, abandoned: new, chains })
+        self.counter = sort_recovered(&mut chains);
+        Ok((new, chains))
     }
 
     /// Stores the current state of the ring in both the new and the old fields. After this, the last batch
     /// counts as published.
     pub fn settle(&mut self) {
-        self.store_free();
+        self.area.store_u16(FREE_HEAD, self.free, Release);
         self.area.store_u16(OLD_FREE_HEAD, self.free, Release);
         self.store_positions(self.used, self.used);
     }
@@ -215,11 +203,7 @@ impl PackedInflight {
             return Err(RingError::Inflight { what: "a chain has no descriptors" });
         }
         let counter = self.area.load_u64(record(first) + COUNTER, Relaxed);
-        Ok(Recovered { counter, record: first, id, descriptors })
-    }
-
-    fn store_free(&self) {
-        self.area.store_u16(FREE_HEAD, self.free, Release);
+        Ok(Recovered { counter, head: Head { index: id, slots: count, record: first }, descriptors })
     }
 
     fn store_positions(&self, new: Position, old: Position) {
@@ -247,7 +231,7 @@ impl PackedInflight {
             self.free = self.next[usize::from(self.free)];
         }
         self.area.store_u16(head + LAST, self.last[usize::from(first)], Release);
-        self.store_free();
+        self.area.store_u16(FREE_HEAD, self.free, Release);
         self.area.store_u16(OLD_FREE_HEAD, self.free, Release);
         first
     }
@@ -258,7 +242,7 @@ impl PackedInflight {
         self.next[usize::from(last)] = self.free;
         self.area.store_u16(record(last) + NEXT, self.free, Release);
         self.free = first;
-        self.store_free();
+        self.area.store_u16(FREE_HEAD, self.free, Release);
         self.batch.push(first);
     }
 
@@ -273,7 +257,6 @@ impl PackedInflight {
         for first in self.batch.drain(..) {
             self.area.store_u8(record(first) + MARK, 0, Release);
         }
-        self.area.store_u16(OLD_FREE_HEAD, self.free, Release);
-        self.store_positions(self.used, self.used);
+        self.settle();
     }
 }

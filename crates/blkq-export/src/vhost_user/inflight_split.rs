@@ -4,8 +4,8 @@
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::area::Area;
-use super::chain::RingError;
-use super::inflight::{InflightQueue, VERSION};
+use super::chain::{Head, RingError};
+use super::inflight::{InflightQueue, Recovered, VERSION, sort_recovered};
 
 // Offsets in the header of the region.
 const COUNT: usize = 10;
@@ -31,9 +31,12 @@ fn record(head: u16) -> usize {
 }
 
 impl SplitInflight {
-    /// Returns the heads in flight in the order in which they were taken; `None` if the record is new. Fails
-    /// with [`RingError::Inflight`] if the version is unknown or the size is that of another ring.
-    pub fn open(queue: InflightQueue, used: u16) -> Result<(SplitInflight, Option<Vec<u16>>), RingError> {
+    /// Returns the chains in flight, the oldest last; `None` if the record is new. Fails with
+    /// [`RingError::Inflight`] if the version is unknown or the size is that of another ring.
+    pub fn open(
+        queue: InflightQueue,
+        used: u16,
+    ) -> Result<(SplitInflight, Option<Vec<Recovered>>), RingError> {
         let InflightQueue { area, size } = queue;
         let version = area.load_u16(VERSION, Relaxed);
         let mut this =
@@ -47,12 +50,12 @@ impl SplitInflight {
                 this.area.store_u16(VERSION, 1, Release);
                 Ok((this, None))
             }
-            1 => this.recover(size, used).map(|heads| (this, Some(heads))),
+            1 => this.recover(size, used).map(|chains| (this, Some(chains))),
             _ => Err(RingError::Inflight { what: "unknown version" }),
         }
     }
 
-    fn recover(&mut self, size: u16, used: u16) -> Result<Vec<u16>, RingError> {
+    fn recover(&mut self, size: u16, used: u16) -> Result<Vec<Recovered>, RingError> {
         if self.area.load_u16(COUNT, Relaxed) != size {
             return Err(RingError::Inflight { what: "the ring has another size" });
         }
@@ -73,13 +76,16 @@ impl SplitInflight {
             }
         }
         self.area.store_u16(USED_INDEX, used, Release);
-        let mut heads: Vec<(u64, u16)> = (0..size)
+        let mut chains: Vec<Recovered> = (0..size)
             .filter(|head| self.area.load_u8(record(*head) + MARK, Relaxed) != 0)
-            .map(|head| (self.area.load_u64(record(head) + COUNTER, Relaxed), head))
+            .map(|index| Recovered {
+                counter: self.area.load_u64(record(index) + COUNTER, Relaxed),
+                head: Head { index, slots: 1, record: 0 },
+                descriptors: Vec::new(),
+            })
             .collect();
-        heads.sort_unstable();
-        self.counter = heads.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
-        Ok(heads.into_iter().map(|(_, head)| head).collect())
+        self.counter = sort_recovered(&mut chains);
+        Ok(chains)
     }
 
     #[inline]

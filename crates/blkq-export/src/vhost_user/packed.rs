@@ -1,16 +1,12 @@
 //! A packed ring (virtio 1.2, 2.8): one table that both sides write. Flags of a descriptor say whose it is.
 
-use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
 use super::area::Area;
-use super::chain::{
-    Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, RingError,
-};
-use super::descriptor::{Descriptor, RingMemory, RingSpec, needs_event};
-use super::inflight::InflightQueue;
-use super::inflight_packed::{PackedInflight, Position, Recovered};
-use super::memory::GuestMemory;
+use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_WRITE, Head, RingError};
+use super::descriptor::{Descriptor, RingParts, needs_event};
+use super::inflight::{InflightQueue, Recovered};
+use super::inflight_packed::{PackedInflight, Position};
 
 // Bits of a descriptor's flags. With the wrap counter they say whether a descriptor is available or used.
 const AVAILABLE: u16 = 1 << 7;
@@ -20,7 +16,6 @@ const LENGTH_AT: usize = 8;
 const ID_AT: usize = 12;
 const FLAGS_AT: usize = 14;
 // An event suppression area: a position with its wrap counter, then one of these values.
-const EVENT_BYTES: usize = 4;
 const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_AT: u16 = 2;
@@ -29,8 +24,13 @@ fn flags_at(index: u16) -> usize {
     usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT
 }
 
-fn wrap_bits(flags: u16) -> (bool, bool) {
-    (flags & AVAILABLE != 0, flags & USED != 0)
+/// The bits of an available descriptor.
+fn available_bits(wrap: bool) -> u16 {
+    if wrap { AVAILABLE } else { USED }
+}
+
+fn used_bits(wrap: bool) -> u16 {
+    if wrap { AVAILABLE | USED } else { 0 }
 }
 
 /// Whether all descriptors are zero, as in a new ring. A descriptor that was once available has an address.
@@ -39,154 +39,119 @@ fn is_cleared(descriptors: &Area, size: u16) -> bool {
 }
 
 pub struct PackedRing {
-    descriptors: Area,
-    driver_event: Area,
-    device_event: Area,
-    size: u16,
-    event_idx: bool,
+    parts: RingParts,
     next: Position,
     /// The position of the next used descriptor.
     used: Position,
-    /// Descriptors that were taken and that the driver does not see as used, at most `size`.
+    /// Descriptors that were taken and that the driver does not see as used, at most the ring's size.
     in_flight: u16,
     /// Used chains that are not published yet, with the number of bytes written.
     unpublished: Vec<(Head, u32)>,
     /// The descriptors of the chain that is being taken, to be recorded.
     taken: Vec<Descriptor>,
     inflight: Option<PackedInflight>,
-    /// Chains that were in flight when the previous device was killed. The next one is last.
-    recovered: Vec<Recovered>,
-    /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
-    /// wait for a call that the previous device did not make.
-    call_first: bool,
-    memory: RingMemory,
 }
 
 impl PackedRing {
-    /// Opens the ring. The lower half of the base is the position of the next chain, the upper half that of
-    /// the next used descriptor. Fails for a position beyond the ring, or a part outside of one region.
-    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<PackedRing, RingError> {
-        let &RingSpec { size, event_idx, base, .. } = spec;
+    /// The lower half of the base is the position of the next chain, the upper half that of the next used
+    /// descriptor. Fails for a position beyond the ring.
+    pub fn new(parts: RingParts, base: u32) -> Result<PackedRing, RingError> {
+        let size = parts.size;
         let (mut next, mut used) = (Position::of(base as u16), Position::of((base >> 16) as u16));
         if next.index >= size || used.index >= size {
             return Err(RingError::Base { base });
         }
-        let bytes = usize::from(size) * DESCRIPTOR_BYTES;
-        let memory = RingMemory::new(memory, spec);
-        let descriptors = memory.area("descriptors", spec.descriptors, bytes, 16)?;
-        let driver_event = memory.area("driver area", spec.driver_area, EVENT_BYTES, 4)?;
-        let device_event = memory.area("device area", spec.device_area, EVENT_BYTES, 4)?;
-        let flags = |index: u16| descriptors.load_u16(flags_at(index), Ordering::Relaxed);
+        let flags = |index: u16| parts.descriptors.load_u16(flags_at(index), Ordering::Relaxed);
         // Some front ends send the base 0 for a new ring of either kind. For a packed ring, 0 means the
         // second lap; but if that is meant, some descriptor was used in the first lap.
         if base == 0 && (0..size).all(|index| flags(index) & USED == 0) {
             (next.wrap, used.wrap) = (true, true);
         }
-        Ok(PackedRing {
-            descriptors,
-            driver_event,
-            device_event,
-            size,
-            event_idx,
-            next,
-            used,
-            in_flight: 0,
-            unpublished: Vec::with_capacity(usize::from(size)),
-            taken: Vec::new(),
-            inflight: None,
-            recovered: Vec::new(),
-            call_first: true,
-            memory,
-        })
+        let (unpublished, taken) = (Vec::with_capacity(usize::from(size)), Vec::new());
+        Ok(PackedRing { parts, next, used, in_flight: 0, unpublished, taken, inflight: None })
     }
 
-    /// Records chains in flight, and recovers those that a killed device has left. Fails with
+    /// Records chains in flight, and returns those that a killed device has left, the oldest last. Fails with
     /// [`RingError::Inflight`] if the record is not that of this ring.
-    pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
+    pub fn record(&mut self, queue: InflightQueue) -> Result<Vec<Recovered>, RingError> {
         let shown = |Position { index, wrap }: Position| {
-            let (available, used) = wrap_bits(self.load_flags(index, Ordering::Acquire));
-            !(available == wrap && used != wrap)
+            self.load_flags(index, Ordering::Acquire) & (AVAILABLE | USED) != available_bits(wrap)
         };
-        let is_new = is_cleared(&self.descriptors, self.size);
-        let (mut inflight, state) = PackedInflight::open(queue, self.used, is_new, shown)?;
-        if let Some(state) = state {
-            self.used = state.used;
-            self.remove_unpublished(state.abandoned);
+        let is_new = is_cleared(&self.parts.descriptors, self.parts.size);
+        let (mut inflight, recovered) = PackedInflight::open(queue, self.used, is_new, shown)?;
+        let mut chains = Vec::new();
+        if let Some((abandoned, recovered)) = recovered {
+            self.used = inflight.used();
+            self.remove_unpublished(abandoned);
             inflight.settle();
-            self.in_flight = state.chains.iter().map(|chain| chain.descriptors.len() as u16).sum();
+            self.in_flight = recovered.iter().map(|chain| chain.head.slots).sum();
             self.next = self.used;
-            self.next.advance(self.in_flight, self.size);
-            self.recovered = state.chains;
-            self.recovered.reverse();
+            self.next.advance(self.in_flight, self.parts.size);
+            chains = recovered;
         }
         self.inflight = Some(inflight);
-        Ok(())
+        Ok(chains)
     }
 
     /// Removes used descriptors up to `end` that the killed device wrote but did not publish. The driver
     /// would see them as soon as the first descriptor of the next batch is published.
     fn remove_unpublished(&self, end: Position) {
         let mut position = self.used;
-        for _ in 0..self.size {
+        for _ in 0..self.parts.size {
             if position == end {
                 break;
             }
-            let (available, used) = wrap_bits(self.load_flags(position.index, Ordering::Relaxed));
-            if available == position.wrap && used == position.wrap {
-                let flags = if position.wrap { AVAILABLE } else { USED };
-                self.store_flags(position.index, flags);
+            let Position { index, wrap } = position;
+            if self.load_flags(index, Ordering::Relaxed) & (AVAILABLE | USED) == used_bits(wrap) {
+                self.store_flags(index, available_bits(wrap));
             }
-            position.advance(1, self.size);
+            position.advance(1, self.parts.size);
         }
     }
 
     fn load_flags(&self, index: u16, order: Ordering) -> u16 {
-        self.descriptors.load_u16(flags_at(index), order)
+        self.parts.descriptors.load_u16(flags_at(index), order)
     }
 
     fn store_flags(&self, index: u16, flags: u16) {
-        self.descriptors.store_u16(flags_at(index), flags, Ordering::Release);
+        self.parts.descriptors.store_u16(flags_at(index), flags, Ordering::Release);
     }
 
     #[inline]
     fn available(&self) -> Option<u16> {
         // Acquire: the driver writes the flags of the first descriptor last, after the whole chain.
         let flags = self.load_flags(self.next.index, Ordering::Acquire);
-        let (available, used) = wrap_bits(flags);
-        (available == self.next.wrap && used != self.next.wrap).then_some(flags)
+        (flags & (AVAILABLE | USED) == available_bits(self.next.wrap)).then_some(flags)
     }
 
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
-        if let Some(recovered) = self.recovered.pop() {
-            return self.read_recovered(recovered, chain).map(Some);
-        }
         let Some(mut flags) = self.available() else { return Ok(None) };
         chain.clear();
         self.taken.clear();
-        let free = self.size - self.in_flight;
+        let free = self.parts.size - self.in_flight;
         let (mut position, mut slots) = (self.next, 0);
         let id = loop {
             let at = usize::from(position.index) * DESCRIPTOR_BYTES;
-            let address = self.descriptors.load_u64(at, Ordering::Relaxed);
-            let length = self.descriptors.load_u32(at + LENGTH_AT, Ordering::Relaxed);
-            let id = self.descriptors.load_u16(at + ID_AT, Ordering::Relaxed);
+            let address = self.parts.descriptors.load_u64(at, Ordering::Relaxed);
+            let length = self.parts.descriptors.load_u32(at + LENGTH_AT, Ordering::Relaxed);
+            let id = self.parts.descriptors.load_u16(at + ID_AT, Ordering::Relaxed);
             if slots >= free {
                 return Err(RingError::RingOverrun { head: id });
             }
             slots += 1;
-            position.advance(1, self.size);
+            position.advance(1, self.parts.size);
             let descriptor = Descriptor { address, length, flags, next: 0 };
             if self.inflight.is_some() {
                 self.taken.push(descriptor);
             }
-            if self.read_descriptor(id, &descriptor, chain)? {
+            if self.parts.read(id, &descriptor, chain)? {
                 break id;
             }
             flags = self.load_flags(position.index, Ordering::Relaxed);
         };
-        if id >= self.size {
-            return Err(RingError::HeadRange { head: id, size: self.size });
+        if id >= self.parts.size {
+            return Err(RingError::HeadRange { head: id, size: self.parts.size });
         }
         self.next = position;
         self.in_flight += slots;
@@ -194,40 +159,10 @@ impl PackedRing {
         Ok(Some(Head { index: id, slots, record }))
     }
 
-    fn read_recovered(&mut self, recovered: Recovered, chain: &mut Chain) -> Result<Head, RingError> {
-        let Recovered { id, record, ref descriptors, .. } = recovered;
+    pub fn read_recovered(&mut self, recovered: &Recovered, chain: &mut Chain) -> Result<(), RingError> {
         chain.clear();
-        for descriptor in descriptors {
-            self.read_descriptor(id, descriptor, chain)?;
-        }
-        Ok(Head { index: id, slots: descriptors.len() as u16, record })
-    }
-
-    #[inline]
-    fn read_descriptor(
-        &mut self,
-        id: u16,
-        descriptor: &Descriptor,
-        chain: &mut Chain,
-    ) -> Result<bool, RingError> {
-        if descriptor.has(DESCRIPTOR_INDIRECT) {
-            self.read_indirect(id, descriptor, chain)?;
-            return Ok(true);
-        }
-        chain.push(id, descriptor.buffer(), descriptor.flags)?;
-        Ok(!descriptor.has(DESCRIPTOR_NEXT))
-    }
-
-    fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
-        let mut table = self.memory.table(head, table)?;
-        for index in 0..table.entries {
-            let entry = Descriptor::packed(table.entry(index)?);
-            if entry.has(DESCRIPTOR_INDIRECT) {
-                return Err(RingError::IndirectNested { head });
-            }
-            chain.push(head, entry.buffer(), entry.flags)?;
-        }
-        Ok(())
+        let read = |descriptor| self.parts.read(recovered.head.index, descriptor, chain).map(drop);
+        recovered.descriptors.iter().try_for_each(read)
     }
 
     #[inline]
@@ -235,76 +170,67 @@ impl PackedRing {
         self.unpublished.push((head, written));
     }
 
+    /// Returns the number of published descriptors.
     #[inline]
-    pub fn publish(&mut self) -> bool {
+    pub fn publish(&mut self) -> u16 {
         if self.unpublished.is_empty() {
-            return false;
+            return 0;
         }
         let first = self.used;
         let slots = self.unpublished.iter().map(|(head, _)| head.slots).sum();
-        self.used.advance(slots, self.size);
+        self.used.advance(slots, self.parts.size);
         if let Some(inflight) = &mut self.inflight {
             self.unpublished.iter().for_each(|(head, _)| inflight.complete(head.record));
             inflight.prepare(self.used);
         }
         // The driver sees the whole batch when it sees the first descriptor, so its flags are stored last,
         // with release ordering.
+        let flags = |wrap, written| used_bits(wrap) | if written > 0 { DESCRIPTOR_WRITE } else { 0 };
         let mut position = first;
-        let mut first_flags = 0;
         for &(head, written) in &self.unpublished {
             let at = usize::from(position.index) * DESCRIPTOR_BYTES;
-            self.descriptors.store_u32(at + LENGTH_AT, written, Ordering::Relaxed);
-            self.descriptors.store_u16(at + ID_AT, head.index, Ordering::Relaxed);
-            let mut flags = if position.wrap { AVAILABLE | USED } else { 0 };
-            if written > 0 {
-                flags |= DESCRIPTOR_WRITE;
+            self.parts.descriptors.store_u32(at + LENGTH_AT, written, Ordering::Relaxed);
+            self.parts.descriptors.store_u16(at + ID_AT, head.index, Ordering::Relaxed);
+            if position != first {
+                self.store_flags(position.index, flags(position.wrap, written));
             }
-            if position == first {
-                first_flags = flags;
-            } else {
-                self.store_flags(position.index, flags);
-            }
-            position.advance(head.slots, self.size);
+            position.advance(head.slots, self.parts.size);
         }
-        self.store_flags(first.index, first_flags);
+        self.store_flags(first.index, flags(first.wrap, self.unpublished[0].1));
         self.unpublished.clear();
         self.in_flight -= slots;
         if let Some(inflight) = &mut self.inflight {
             inflight.commit();
         }
-        // The store of the flags must precede the load of the driver's event: otherwise the driver could go
-        // to sleep in between, and would not be called.
-        fence(Ordering::SeqCst);
-        if std::mem::take(&mut self.call_first) {
-            return true;
-        }
-        let event = self.driver_event.load_u32(0, Ordering::Relaxed);
+        slots
+    }
+
+    /// Whether the driver must be called for the last `slots` published descriptors.
+    pub fn needs_call(&self, slots: u16) -> bool {
+        let event = self.parts.driver.load_u32(0, Ordering::Relaxed);
         match (event >> 16) as u16 & 3 {
-            EVENT_ENABLE => true,
             EVENT_DISABLE => false,
-            EVENT_AT if self.event_idx => {
+            EVENT_AT if self.parts.event_idx => {
                 let wanted = Position::of(event as u16);
-                let lap = if wanted.wrap == self.used.wrap { 0 } else { self.size };
+                let lap = if wanted.wrap == self.used.wrap { 0 } else { self.parts.size };
                 let new = self.used.index;
                 needs_event(wanted.index.wrapping_sub(lap), new, new.wrapping_sub(slots))
             }
-            // Not a valid value: the driver is called, to be safe.
+            // EVENT_ENABLE, or not a valid value: the driver is called, to be safe.
             _ => true,
         }
     }
 
-    pub fn enable_kicks(&mut self) -> bool {
-        let (position, flags) = if self.event_idx { (self.next.bits(), EVENT_AT) } else { (0, EVENT_ENABLE) };
+    pub fn ask_for_kick(&mut self) {
+        let (position, flags) =
+            if self.parts.event_idx { (self.next.bits(), EVENT_AT) } else { (0, EVENT_ENABLE) };
         let event = u32::from(position) | u32::from(flags) << 16;
-        self.device_event.store_u32(0, event, Ordering::Release);
-        // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
-        // fence both could miss each other.
-        fence(Ordering::SeqCst);
-        !self.recovered.is_empty() || self.available().is_some()
+        self.parts.device.store_u32(0, event, Ordering::Release);
     }
 
-    pub fn recovered(&self) -> impl Iterator<Item = u16> {
-        self.recovered.iter().map(|chain| chain.id)
+    /// Whether there is another chain.
+    pub fn is_available(&self) -> bool {
+        self.available().is_some()
     }
 
     pub fn base(&self) -> u32 {

@@ -1,10 +1,12 @@
 //! A ring of either kind, and its chains in flight.
 
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use super::chain::{Chain, Head, RingError};
+use super::descriptor::RingParts;
 pub use super::descriptor::RingSpec;
-use super::inflight::InflightQueue;
+use super::inflight::{InflightQueue, Recovered};
 use super::memory::GuestMemory;
 use super::packed::PackedRing;
 use super::split::SplitRing;
@@ -29,7 +31,11 @@ mod tests;
 pub struct Ring {
     kind: Kind,
     in_flight: Box<[bool]>,
-    count: usize,
+    /// Chains that were in flight when the previous device was killed. The next one is last.
+    recovered: Vec<Recovered>,
+    /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
+    /// wait for a call that the previous device did not make.
+    call_first: bool,
     memory: Arc<GuestMemory>,
     record: Option<Arc<Mapping>>,
 }
@@ -57,30 +63,38 @@ impl Ring {
             return Err(RingError::Size { size: spec.size.into() });
         }
         let record = inflight.as_ref().map(|queue| Arc::clone(queue.area.mapping()));
-        let mut seen = vec![false; usize::from(spec.size)];
-        let mut twice = |head: u16| std::mem::replace(&mut seen[usize::from(head)], true);
+        let parts = RingParts::open(&memory, spec)?;
         let mut kind = match spec.packed {
-            true => Kind::Packed(PackedRing::new(&memory, spec)?),
-            false => Kind::Split(SplitRing::new(&memory, spec)?),
+            true => Kind::Packed(PackedRing::new(parts, spec.base)?),
+            false => Kind::Split(SplitRing::new(parts, spec.base)?),
         };
+        let mut recovered = Vec::new();
         if let Some(queue) = inflight {
-            either!(&mut kind, ring => ring.record(queue))?;
+            recovered = either!(&mut kind, ring => ring.record(queue))?;
         }
-        if either!(&kind, ring => ring.recovered().any(&mut twice)) {
+        let mut seen = vec![false; usize::from(spec.size)];
+        let is_twice = |chain: &Recovered| std::mem::replace(&mut seen[usize::from(chain.head.index)], true);
+        if recovered.iter().any(is_twice) {
             return Err(RingError::Inflight { what: "a chain is recorded twice" });
         }
-        Ok(Ring { kind, in_flight: vec![false; usize::from(spec.size)].into(), count: 0, memory, record })
+        let in_flight = vec![false; usize::from(spec.size)].into();
+        Ok(Ring { kind, in_flight, recovered, call_first: true, memory, record })
     }
 
     /// Takes the next chain into `chain`, and returns its head; `None` if there is none. The error is the
     /// rule that the driver broke: afterwards, only chains in flight can complete.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
-        let Some(head) = either!(&mut self.kind, ring => ring.pop(chain))? else { return Ok(None) };
+        let head = if let Some(recovered) = self.recovered.pop() {
+            either!(&mut self.kind, ring => ring.read_recovered(&recovered, chain))?;
+            recovered.head
+        } else {
+            let Some(head) = either!(&mut self.kind, ring => ring.pop(chain))? else { return Ok(None) };
+            head
+        };
         if std::mem::replace(&mut self.in_flight[usize::from(head.index)], true) {
             return Err(RingError::HeadInFlight { head: head.index });
         }
-        self.count += 1;
         Ok(Some(head))
     }
 
@@ -90,25 +104,35 @@ impl Ring {
     pub fn push_used(&mut self, head: Head, written: u32) {
         let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
         assert!(was, "a chain completes only once");
-        self.count -= 1;
         either!(&mut self.kind, ring => ring.push_used(head, written));
     }
 
     #[inline]
     pub fn has_recovered(&self) -> bool {
-        either!(&self.kind, ring => ring.recovered().next().is_some())
+        !self.recovered.is_empty()
     }
 
     /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        either!(&mut self.kind, ring => ring.publish())
+        let count = either!(&mut self.kind, ring => ring.publish());
+        if count == 0 {
+            return false;
+        }
+        // The store that publishes must precede the load of the driver's event: otherwise the driver could go
+        // to sleep in between, and would not be called.
+        fence(Ordering::SeqCst);
+        std::mem::take(&mut self.call_first) || either!(&self.kind, ring => ring.needs_call(count))
     }
 
     /// Asks for a kick at the next chain. Returns whether a chain is available already: it may cause no kick.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
-        either!(&mut self.kind, ring => ring.enable_kicks())
+        either!(&mut self.kind, ring => ring.ask_for_kick());
+        // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
+        // fence both could miss each other.
+        fence(Ordering::SeqCst);
+        self.has_recovered() || either!(&mut self.kind, ring => ring.is_available())
     }
 
     /// The position at which the ring continues (GET_VRING_BASE). Valid when no chain is in flight.
@@ -125,6 +149,6 @@ impl Ring {
     /// The number of chains that were taken and are not used yet.
     #[cfg(any(test, fuzz_interface))]
     pub fn in_flight(&self) -> usize {
-        self.count
+        self.in_flight.iter().filter(|in_flight| **in_flight).count()
     }
 }

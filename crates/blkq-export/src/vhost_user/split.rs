@@ -1,128 +1,89 @@
 //! A split ring (virtio 1.2, 2.7): a table of descriptors, the available ring, and the used ring. Each field
 //! is read once, and then checked.
 
-use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
-use super::area::Area;
-use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Head, RingError};
-use super::descriptor::{Descriptor, RingMemory, RingSpec, needs_event};
-use super::inflight::InflightQueue;
+use super::chain::{Chain, DESCRIPTOR_BYTES, Head, RingError};
+use super::descriptor::{Descriptor, ENTRIES_AT, RingParts, needs_event};
+use super::inflight::{InflightQueue, Recovered};
 use super::inflight_split::SplitInflight;
-use super::memory::GuestMemory;
 
 /// A flag of the available ring: the driver does not need calls.
 const NO_INTERRUPT: u16 = 1;
 // Offsets in the available and the used ring, which both end with an event index of 2 bytes.
 const FLAGS: usize = 0;
 const INDEX: usize = 2;
-const ENTRIES: usize = 4;
 
 pub struct SplitRing {
-    descriptors: Area,
-    available: Area,
-    used: Area,
-    size: u16,
-    event_idx: bool,
+    parts: RingParts,
     next: u16,
     /// The available index at the last read.
     seen: u16,
     /// The used index, including chains that are not published yet.
     used_next: u16,
     published: u16,
-    /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
-    /// wait for a call that the previous device did not make.
-    call_first: bool,
     inflight: Option<SplitInflight>,
-    /// Heads that were in flight when the previous device was killed. The next one is last.
-    recovered: Vec<u16>,
-    memory: RingMemory,
 }
 
 impl SplitRing {
-    /// The base is the available index of the next chain. Fails for a base of more than 16 bits, a size that
-    /// is not a power of two, or a part that is not inside one region.
-    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<SplitRing, RingError> {
-        let &RingSpec { size, event_idx, base, .. } = spec;
+    /// The base is the available index of the next chain. Fails for a base of more than 16 bits, or a size
+    /// that is not a power of two.
+    pub fn new(parts: RingParts, base: u32) -> Result<SplitRing, RingError> {
         let next = u16::try_from(base).map_err(|_| RingError::Base { base })?;
-        if !size.is_power_of_two() {
-            return Err(RingError::Size { size: size.into() });
+        if !parts.size.is_power_of_two() {
+            return Err(RingError::Size { size: parts.size.into() });
         }
-        let entries = usize::from(size);
-        let memory = RingMemory::new(memory, spec);
-        let descriptors = memory.area("descriptors", spec.descriptors, entries * DESCRIPTOR_BYTES, 16)?;
-        let available = memory.area("driver area", spec.driver_area, ENTRIES + entries * 2 + 2, 2)?;
-        let used = memory.area("device area", spec.device_area, ENTRIES + entries * 8 + 2, 4)?;
-        let used_next = used.load_u16(INDEX, Ordering::Acquire);
-        Ok(SplitRing {
-            descriptors,
-            available,
-            used,
-            size,
-            event_idx,
-            next,
-            seen: next,
-            used_next,
-            published: used_next,
-            call_first: true,
-            inflight: None,
-            recovered: Vec::new(),
-            memory,
-        })
+        let used_next = parts.device.load_u16(INDEX, Ordering::Acquire);
+        Ok(SplitRing { parts, next, seen: next, used_next, published: used_next, inflight: None })
     }
 
-    fn mask(&self) -> u16 {
-        self.size - 1
+    /// The entry of the available or used ring for the index `index`.
+    fn entry(&self, index: u16) -> usize {
+        usize::from(index & (self.parts.size - 1))
     }
 
     /// As [`PackedRing::record`](super::packed::PackedRing::record).
-    pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
-        let (inflight, heads) = SplitInflight::open(queue, self.published)?;
-        if let Some(heads) = heads {
-            self.next = self.published.wrapping_add(heads.len() as u16);
+    pub fn record(&mut self, queue: InflightQueue) -> Result<Vec<Recovered>, RingError> {
+        let (inflight, recovered) = SplitInflight::open(queue, self.published)?;
+        if let Some(recovered) = &recovered {
+            self.next = self.published.wrapping_add(recovered.len() as u16);
             self.seen = self.next;
-            self.recovered = heads;
-            self.recovered.reverse();
         }
         self.inflight = Some(inflight);
-        Ok(())
+        Ok(recovered.unwrap_or_default())
     }
 
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
-        let Some(index) = self.next_head()? else { return Ok(None) };
-        self.read_chain(index, chain)?;
-        Ok(Some(Head { index, slots: 1, record: 0 }))
-    }
-
-    #[inline]
-    fn next_head(&mut self) -> Result<Option<u16>, RingError> {
-        if let Some(head) = self.recovered.pop() {
-            return Ok(Some(head));
-        }
-        if self.next == self.seen && !self.read_available_index() {
+        if !self.is_available() {
             return Ok(None);
         }
-        let ahead = self.seen.wrapping_sub(self.next);
-        if ahead > self.size {
-            let (index, expected, size) = (self.seen, self.next, self.size);
-            return Err(RingError::AvailableIndex { index, expected, size });
+        let size = self.parts.size;
+        if self.seen.wrapping_sub(self.next) > size {
+            return Err(RingError::AvailableIndex { index: self.seen, expected: self.next, size });
         }
-        let entry = ENTRIES + usize::from(self.next & self.mask()) * 2;
-        let head = self.available.load_u16(entry, Ordering::Relaxed);
-        if head >= self.size {
-            return Err(RingError::HeadRange { head, size: self.size });
+        let head = self.parts.driver.load_u16(ENTRIES_AT + self.entry(self.next) * 2, Ordering::Relaxed);
+        if head >= size {
+            return Err(RingError::HeadRange { head, size });
         }
         self.next = self.next.wrapping_add(1);
         if let Some(inflight) = &mut self.inflight {
             inflight.take(head);
         }
-        Ok(Some(head))
+        self.read_chain(head, chain)?;
+        Ok(Some(Head { index: head, slots: 1, record: 0 }))
     }
 
-    /// Returns whether the index is new. Acquire: the driver writes the chain and its entry before the index.
-    fn read_available_index(&mut self) -> bool {
-        self.seen = self.available.load_u16(INDEX, Ordering::Acquire);
+    pub fn read_recovered(&mut self, recovered: &Recovered, chain: &mut Chain) -> Result<(), RingError> {
+        self.read_chain(recovered.head.index, chain)
+    }
+
+    /// Whether there is another chain. Acquire: the driver writes the chain and its entry before the index.
+    #[inline]
+    pub fn is_available(&mut self) -> bool {
+        if self.seen == self.next {
+            self.seen = self.parts.driver.load_u16(INDEX, Ordering::Acquire);
+        }
         self.seen != self.next
     }
 
@@ -131,41 +92,18 @@ impl SplitRing {
     fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
         chain.clear();
         let mut index = head;
-        for _ in 0..self.size {
+        let size = self.parts.size;
+        for _ in 0..size {
             let at = usize::from(index) * DESCRIPTOR_BYTES;
-            let low = self.descriptors.load_u64(at, Ordering::Relaxed);
-            let high = self.descriptors.load_u64(at + 8, Ordering::Relaxed);
+            let low = self.parts.descriptors.load_u64(at, Ordering::Relaxed);
+            let high = self.parts.descriptors.load_u64(at + 8, Ordering::Relaxed);
             let descriptor = Descriptor::split((low, high));
-            if descriptor.has(DESCRIPTOR_INDIRECT) {
-                return self.read_indirect(head, &descriptor, chain);
-            }
-            chain.push(head, descriptor.buffer(), descriptor.flags)?;
-            if !descriptor.has(DESCRIPTOR_NEXT) {
+            if self.parts.read(head, &descriptor, chain)? {
                 return Ok(());
             }
             index = descriptor.next;
-            if index >= self.size {
+            if index >= size {
                 return Err(RingError::NextRange { head, next: index });
-            }
-        }
-        Err(RingError::ChainLoop { head })
-    }
-
-    fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
-        let mut table = self.memory.table(head, table)?;
-        let mut index = 0;
-        for _ in 0..table.entries {
-            let descriptor = Descriptor::split(table.entry(index)?);
-            if descriptor.has(DESCRIPTOR_INDIRECT) {
-                return Err(RingError::IndirectNested { head });
-            }
-            chain.push(head, descriptor.buffer(), descriptor.flags)?;
-            if !descriptor.has(DESCRIPTOR_NEXT) {
-                return Ok(());
-            }
-            index = u32::from(descriptor.next);
-            if index >= table.entries {
-                return Err(RingError::NextRange { head, next: descriptor.next });
             }
         }
         Err(RingError::ChainLoop { head })
@@ -173,60 +111,51 @@ impl SplitRing {
 
     #[inline]
     pub fn push_used(&mut self, Head { index: head, .. }: Head, written: u32) {
-        let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
-        self.used.store_u32(at, u32::from(head), Ordering::Relaxed);
-        self.used.store_u32(at + 4, written, Ordering::Relaxed);
+        let at = ENTRIES_AT + self.entry(self.used_next) * 8;
+        self.parts.device.store_u32(at, u32::from(head), Ordering::Relaxed);
+        self.parts.device.store_u32(at + 4, written, Ordering::Relaxed);
         self.used_next = self.used_next.wrapping_add(1);
         if let Some(inflight) = &mut self.inflight {
             inflight.complete(head);
         }
     }
 
+    /// Returns the number of published chains.
     #[inline]
-    pub fn publish(&mut self) -> bool {
-        let (old, new) = (self.published, self.used_next);
-        if old == new {
-            return false;
+    pub fn publish(&mut self) -> u16 {
+        let new = self.used_next;
+        let count = new.wrapping_sub(self.published);
+        if count > 0 {
+            // Release: the entries of the used ring must be visible before the index.
+            self.parts.device.store_u16(INDEX, new, Ordering::Release);
+            self.published = new;
+            if let Some(inflight) = &mut self.inflight {
+                inflight.commit(new);
+            }
         }
-        // Release: the entries of the used ring must be visible before the index.
-        self.used.store_u16(INDEX, new, Ordering::Release);
-        self.published = new;
-        if let Some(inflight) = &mut self.inflight {
-            inflight.commit(new);
-        }
-        // The store of the index must precede the load of the driver's event: otherwise the driver could go
-        // to sleep in between, and would not be called.
-        fence(Ordering::SeqCst);
-        if std::mem::take(&mut self.call_first) {
-            return true;
-        }
-        if self.event_idx {
-            let event = ENTRIES + usize::from(self.size) * 2;
-            let event = self.available.load_u16(event, Ordering::Relaxed);
-            needs_event(event, new, old)
+        count
+    }
+
+    /// Whether the driver must be called for the last `count` published chains.
+    #[inline]
+    pub fn needs_call(&self, count: u16) -> bool {
+        let RingParts { driver, size, event_idx, .. } = &self.parts;
+        if *event_idx {
+            let event = driver.load_u16(ENTRIES_AT + usize::from(*size) * 2, Ordering::Relaxed);
+            needs_event(event, self.published, self.published.wrapping_sub(count))
         } else {
-            self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
+            driver.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
         }
     }
 
-    pub fn enable_kicks(&mut self) -> bool {
-        if self.event_idx {
-            let event = ENTRIES + usize::from(self.size) * 8;
-            self.used.store_u16(event, self.next, Ordering::Relaxed);
-        } else {
-            self.used.store_u16(FLAGS, 0, Ordering::Relaxed);
-        }
-        // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
-        // fence both could miss each other.
-        fence(Ordering::SeqCst);
-        !self.recovered.is_empty() || self.seen != self.next || self.read_available_index()
+    pub fn ask_for_kick(&mut self) {
+        let RingParts { device, size, event_idx, .. } = &self.parts;
+        let (at, value) =
+            if *event_idx { (ENTRIES_AT + usize::from(*size) * 8, self.next) } else { (FLAGS, 0) };
+        device.store_u16(at, value, Ordering::Relaxed);
     }
 
     pub fn base(&self) -> u32 {
         self.next.into()
-    }
-
-    pub fn recovered(&self) -> impl Iterator<Item = u16> {
-        self.recovered.iter().copied()
     }
 }
