@@ -76,23 +76,14 @@ fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
     points
 }
 
-/// Decodes a path in which the kernel has written some bytes as a backslash and three octal digits.
+/// Decodes a path in which the kernel has written some bytes, all backslashes among them, as a backslash and
+/// three octal digits.
 fn unescape(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [byte, after @ ..] = rest {
-        let octal =
-            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(escaped) => {
-                bytes.push(escaped);
-                rest = &after[3..];
-            }
-            None => {
-                bytes.push(*byte);
-                rest = after;
-            }
-        }
+    for (index, part) in text.split('\\').enumerate() {
+        let octal = part.get(..3).filter(|_| index > 0).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        bytes.extend(octal);
+        bytes.extend(&part.as_bytes()[if octal.is_some() { 3 } else { 0 }..]);
     }
     PathBuf::from(std::ffi::OsString::from_vec(bytes))
 }

@@ -412,11 +412,8 @@ fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
 }
 
 fn bind(processors: &CpuSet) {
-    let Ok(allowed) = sched_getaffinity(None) else { return };
-    let mut set = CpuSet::new();
-    (0..CpuSet::MAX_CPU)
-        .filter(|cpu| processors.is_set(*cpu) && allowed.is_set(*cpu))
-        .for_each(|cpu| set.set(cpu));
+    let Ok(mut set) = sched_getaffinity(None) else { return };
+    (0..CpuSet::MAX_CPU).filter(|cpu| !processors.is_set(*cpu)).for_each(|cpu| set.unset(cpu));
     if set.count() > 0 {
         // An error is harmless: the thread is only faster there.
         let _ = sched_setaffinity(None, &set);

@@ -115,17 +115,14 @@ impl Drop for RegisteredTables {
 }
 
 fn register(engine: &EngineHandle, mapping: &Arc<Mapping>, bytes: u64) -> Result<Registrations, Error> {
-    let mut pieces = Vec::new();
-    let mut at = 0;
-    while at < bytes {
+    let pieces = (0..bytes).step_by(REGISTERED_MEMORY_MAX_BYTES as usize).map(|at| {
         let piece = REGISTERED_MEMORY_MAX_BYTES.min(bytes - at) as usize;
         // Allocates the pages on this thread, which is much faster than on the engine, and does not delay the
         // engine's I/O.
         mapping.populate(at as usize, piece);
-        pieces.push(register_piece(engine, mapping, at as usize, piece)?);
-        at += piece as u64;
-    }
-    Ok(pieces.into())
+        register_piece(engine, mapping, at as usize, piece)
+    });
+    pieces.collect()
 }
 
 fn register_piece(
