@@ -6,13 +6,14 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use blkq::Error;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, recvmsg, sendmsg, shutdown,
 };
 
-use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
+use super::message::{FILES_MAX, HEADER_BYTES, Header, Reply, refuse};
 use super::untrusted_fd::UntrustedFd;
 
 /// Time that a front end may take to send the rest of a message, or to read a reply.
@@ -21,12 +22,12 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// otherwise the kernel would close the rest on the receiving thread, which may block it forever.
 const PASSED_MAX: usize = 253;
 
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub enum Closed {
     /// The front end closed it.
     ByPeer,
     /// The front end violated the protocol.
-    Violation(Refusal),
+    Violation(Error),
     /// An operation on the socket failed.
     Socket(Errno),
 }
@@ -38,34 +39,20 @@ pub struct Incoming {
     pub files: Vec<UntrustedFd>,
 }
 
-/// A reply that the front end has not read, and the number of bytes that were sent.
-struct Waiting {
-    reply: Reply,
-    sent: usize,
-}
-
 pub struct Channel {
     socket: UntrustedFd,
     /// Received bytes of the next message.
     bytes: Vec<u8>,
-    header: Option<Header>,
     files: Vec<UntrustedFd>,
-    /// While a reply waits, no request is received.
-    waiting: Option<Waiting>,
+    /// The rest of a reply that is not sent yet. While it waits, no request is received.
+    waiting: Option<Reply>,
     /// The time since which the channel waits for the rest of a message, or for a reply to be read.
     since: Option<Instant>,
 }
 
 impl Channel {
     pub fn new(socket: UntrustedFd) -> Channel {
-        Channel {
-            socket,
-            bytes: Vec::with_capacity(HEADER_BYTES),
-            header: None,
-            files: Vec::new(),
-            waiting: None,
-            since: None,
-        }
+        Channel { socket, bytes: Vec::new(), files: Vec::new(), waiting: None, since: None }
     }
 
     pub fn deadline(&self) -> Option<Instant> {
@@ -91,31 +78,24 @@ impl Channel {
     /// Receives the next message; `None` if it is incomplete. The error is why the connection must be closed.
     pub fn receive(&mut self) -> Result<Option<Incoming>, Closed> {
         loop {
-            let wanted = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
-            if self.bytes.len() < wanted {
-                match self.receive_some(wanted) {
-                    Ok(()) | Err(Closed::Socket(Errno::INTR)) => continue,
-                    Err(Closed::Socket(Errno::AGAIN)) => {
-                        if !self.bytes.is_empty() {
-                            self.since.get_or_insert_with(Instant::now);
-                        }
-                        return Ok(None);
-                    }
-                    Err(closed) => return Err(closed),
-                }
+            let header = self.bytes.first_chunk().copied().map(Header::parse).transpose();
+            let header = header.map_err(Closed::Violation)?;
+            let wanted = HEADER_BYTES + header.map_or(0, |header| header.size as usize);
+            if let Some(header) = header.filter(|_| self.bytes.len() == wanted) {
+                self.since = None;
+                let payload = self.bytes.split_off(HEADER_BYTES);
+                self.bytes.clear();
+                return Ok(Some(Incoming { header, payload, files: std::mem::take(&mut self.files) }));
             }
-            match self.header {
-                None => {
-                    let mut bytes = [0; HEADER_BYTES];
-                    bytes.copy_from_slice(&self.bytes);
-                    self.header = Some(Header::parse(bytes).map_err(Closed::Violation)?);
+            match self.receive_some(wanted) {
+                Ok(()) | Err(Closed::Socket(Errno::INTR)) => {}
+                Err(Closed::Socket(Errno::AGAIN)) => {
+                    if !self.bytes.is_empty() {
+                        self.since.get_or_insert_with(Instant::now);
+                    }
+                    return Ok(None);
                 }
-                Some(header) => {
-                    (self.header, self.since) = (None, None);
-                    let payload = self.bytes.split_off(HEADER_BYTES);
-                    self.bytes.clear();
-                    return Ok(Some(Incoming { header, payload, files: std::mem::take(&mut self.files) }));
-                }
+                Err(closed) => return Err(closed),
             }
         }
     }
@@ -151,16 +131,18 @@ impl Channel {
 
     /// Queues `reply`, and flushes. No other reply may wait. The error is why the connection must be closed.
     pub fn send(&mut self, reply: Reply) -> Result<(), Closed> {
-        self.waiting = Some(Waiting { reply, sent: 0 });
+        self.waiting = Some(reply);
         self.flush()
     }
 
     /// Sends the queued reply, as far as the socket takes it. The error is why the connection must be closed.
     pub fn flush(&mut self) -> Result<(), Closed> {
-        while let Some(Waiting { reply, sent }) = &mut self.waiting {
-            let file = reply.file.as_ref().filter(|_| *sent == 0).map(AsFd::as_fd);
-            match send_some(self.socket.as_fd(), &reply.bytes[*sent..], file) {
-                Ok(bytes) => *sent += bytes,
+        while let Some(reply) = &mut self.waiting {
+            match send_some(self.socket.as_fd(), &reply.bytes, reply.file.as_ref().map(AsFd::as_fd)) {
+                Ok(sent) => {
+                    reply.bytes.drain(..sent);
+                    reply.file = None;
+                }
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => {
                     self.since.get_or_insert_with(Instant::now);
@@ -169,7 +151,7 @@ impl Channel {
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(Closed::ByPeer),
                 Err(errno) => return Err(Closed::Socket(errno)),
             }
-            if *sent == reply.bytes.len() {
+            if reply.bytes.is_empty() {
                 (self.waiting, self.since) = (None, None);
             }
         }
@@ -243,7 +225,7 @@ mod tests {
         assert_eq!((message.header.code, message.payload), (code::SET_FEATURES, 7u64.to_ne_bytes().to_vec()));
         assert!(back.receive().unwrap().is_none());
         drop(front);
-        assert_eq!(back.receive().unwrap_err(), Closed::ByPeer);
+        assert!(matches!(back.receive(), Err(Closed::ByPeer)));
     }
 
     #[test]
@@ -291,6 +273,6 @@ mod tests {
         }
         assert!(!back.has_reply());
         drop(front);
-        assert_eq!(back.send(Reply::number(code::GET_FEATURES, 0)), Err(Closed::ByPeer));
+        assert!(matches!(back.send(Reply::number(code::GET_FEATURES, 0)), Err(Closed::ByPeer)));
     }
 }

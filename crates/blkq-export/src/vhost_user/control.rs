@@ -106,7 +106,7 @@ impl Control {
         if let Err(closed) = exchanged.and_then(|()| self.check_deadline()) {
             self.disconnect(match closed {
                 Closed::ByPeer => None,
-                Closed::Violation(refusal) => Some(refusal.0),
+                Closed::Violation(error) => Some(error.to_string()),
                 Closed::Socket(errno) => Some(format!("socket error: {errno}")),
             });
         }

@@ -12,7 +12,7 @@ use super::control::{Control, close_listener};
 use super::notifier::{MEMORY_WAIT, Notifier};
 use super::registration::RegistrationLimits;
 use super::shared::Shared;
-use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
+use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::listener::{Listen, Listener, SocketAccess};
 
 /// The options of a device that [`VhostUserDevice::start`] creates.
@@ -111,10 +111,9 @@ impl VhostUserDevice {
             return Err(Error::new(ErrorKind::Busy, "vhost-user: the device already serves front ends"));
         }
         let deadline = Instant::now() + MEMORY_WAIT;
-        let calls = self.shared.calls.iter().map(Arc::as_ref);
         // Prepares all notifiers, even after an error.
         let prepare = |result: Result<(), Error>, notifier: &Notifier| result.and(notifier.prepare(deadline));
-        calls.chain([&self.shared.errors]).fold(Ok(()), prepare)
+        self.shared.calls.iter().chain([&self.shared.errors]).fold(Ok(()), prepare)
     }
 
     /// Starts the thread that serves front ends, with the privileges of the calling thread, unless it was
@@ -198,14 +197,14 @@ impl VhostUserDevice {
     /// Stops with force for another daemon that will serve the front end. Fails with [`ErrorKind::Busy`] if
     /// the front end does not track its requests in flight; the device continues to run.
     pub fn stop_for_next(&self) -> Result<(), Error> {
-        let may_stop = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
-        self.stop_if(may_stop, "the front end does not track requests in flight")?.wait();
+        let obstacle = "the front end does not track requests in flight";
+        self.stop_if(|front_end| front_end.is_none_or(|it| it.recorded), obstacle)?.wait();
         Ok(())
     }
 
     fn stop_if(
         &self,
-        may_stop: impl FnOnce(Option<&FrontEnd>) -> bool,
+        may_stop: impl FnOnce(Option<&FrontEndInfo>) -> bool,
         obstacle: &str,
     ) -> Result<StoppingDevice<'_>, Error> {
         if !self.shared.registry.close_if(may_stop) {

@@ -38,10 +38,10 @@ impl Device {
         let (header, payload) = message.split_at(HEADER_BYTES);
         let mut bytes = [0; HEADER_BYTES];
         bytes.copy_from_slice(header);
-        let header = Header::parse(bytes).map_err(|refusal| refusal.0)?;
+        let header = Header::parse(bytes).map_err(|error| error.to_string())?;
         let files = files.into_iter().map(UntrustedFd::new).collect();
         let incoming = Incoming { header, payload: payload.to_vec(), files };
-        let reply = self.session.handle(incoming).map_err(|refusal| refusal.0)?;
+        let reply = self.session.handle(incoming).map_err(|error| error.to_string())?;
         Ok(reply.map(|reply| (reply.bytes, reply.file)))
     }
 

@@ -3,6 +3,7 @@
 
 use std::os::fd::OwnedFd;
 
+use blkq::{Error, ErrorKind};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::untrusted_fd::UntrustedFd;
@@ -130,7 +131,7 @@ pub struct Header {
 
 impl Header {
     /// Refuses a version other than 1, a reply, and a payload of more than [`PAYLOAD_MAX_BYTES`].
-    pub fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Header, Refusal> {
+    pub fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Header, Error> {
         let header: Header = zerocopy::transmute!(bytes);
         let version = header.flags & VERSION_MASK;
         if version != VERSION {
@@ -151,18 +152,9 @@ impl Header {
     }
 }
 
-/// Why a message is refused, as a text for users.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Refusal(pub String);
-
-pub fn refuse(reason: impl Into<String>) -> Refusal {
-    Refusal(reason.into())
-}
-
-impl From<blkq::Error> for Refusal {
-    fn from(error: blkq::Error) -> Refusal {
-        Refusal(error.to_string())
-    }
+/// Why a message is refused.
+pub fn refuse(reason: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Invalid, reason)
 }
 
 /// The number of a ring, and a value for it.
@@ -225,21 +217,21 @@ pub struct ConfigRange {
     pub flags: u32,
 }
 
-pub fn wrong_size(payload: &[u8]) -> Refusal {
+pub fn wrong_size(payload: &[u8]) -> Error {
     refuse(format!("a payload of {} bytes has the wrong size", payload.len()))
 }
 
-pub fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Refusal> {
+pub fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Error> {
     file.ok_or_else(|| refuse("the message has no file descriptor"))
 }
 
 /// Parses a payload that is a `T` and nothing else.
-pub fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
+pub fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Error> {
     T::read_from_bytes(payload).map_err(|_| wrong_size(payload))
 }
 
 /// Parses the regions of SET_MEM_TABLE, each with one of `files`.
-pub fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, UntrustedFd)>, Refusal> {
+pub fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, UntrustedFd)>, Error> {
     let (counts, rest) = <[u32; 2]>::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let count = counts[0] as usize;
     if count > FILES_MAX || rest.len() != count * size_of::<Region>() {
@@ -252,13 +244,13 @@ pub fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region,
     regions.zip(files).map(|(region, file)| Ok((region?, file))).collect()
 }
 
-pub fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
+pub fn single_region(payload: &[u8]) -> Result<Region, Error> {
     let (_padding, rest) = u64::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     Region::read_from_bytes(rest).map_err(|_| wrong_size(payload))
 }
 
 /// Parses the number of a ring, and returns it with its eventfd, which may be missing if the payload says so.
-pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Option<UntrustedFd>), Refusal> {
+pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Option<UntrustedFd>), Error> {
     let value: u64 = whole(payload)?;
     if value & !(NO_FILE | 0xff) != 0 {
         return Err(refuse(format!("invalid ring {value:#x}")));
@@ -274,7 +266,7 @@ pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Opti
 }
 
 /// Parses a range of the configuration space, with its bytes.
-pub fn config_range(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
+pub fn config_range(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Error> {
     let (range, bytes) = ConfigRange::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let end = range.offset.checked_add(range.size);
     if range.size == 0 || end.is_none_or(|end| end > CONFIG_MAX_BYTES) || bytes.len() != range.size as usize {
@@ -287,7 +279,7 @@ pub fn config_range(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
     Ok((range, bytes))
 }
 
-pub fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
+pub fn inflight(payload: &[u8]) -> Result<InflightArea, Error> {
     let mut padded = [0; size_of::<InflightArea>()];
     if payload.len() != INFLIGHT_BYTES && payload.len() != padded.len() {
         return Err(wrong_size(payload));

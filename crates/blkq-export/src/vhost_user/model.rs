@@ -16,7 +16,6 @@ use super::abi::feature;
 use super::harness::{Driver, Guest};
 use super::message::VringAddresses;
 use super::shared::Shared;
-use super::status::FrontEnd;
 use super::vring::{RingContext, Vring};
 #[cfg(loom)]
 use loom::thread;
@@ -79,7 +78,7 @@ fn start_and_stop_with_new_memory() {
             let front_end = shared.registry.front_end().unwrap();
             assert!(front_end.in_flight <= u64::from(REQUESTS));
             assert!(shared.registry.counters().requests >= front_end.counters.requests);
-            assert!(!shared.registry.close_if(|it| it.is_none_or(FrontEnd::is_recorded)));
+            assert!(!shared.registry.close_if(|it| it.is_none_or(|front_end| front_end.recorded)));
         })
     };
     let mut vring = Vring::new(0);

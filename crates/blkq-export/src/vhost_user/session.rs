@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
+use blkq::Error;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
@@ -16,9 +17,9 @@ use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
 use super::inflight::{InflightRegion, recorded_size};
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
-    ConfigRange, F_PROTOCOL_FEATURES, Header, InflightArea, Refusal, Region, Reply, RequestKind,
-    VringAddresses, VringState, code, config_change, config_range, inflight, mem_table, needed, protocol,
-    refuse, ring_file, single_region, whole, wrong_size,
+    ConfigRange, F_PROTOCOL_FEATURES, Header, InflightArea, Region, Reply, RequestKind, VringAddresses,
+    VringState, code, config_change, config_range, inflight, mem_table, needed, protocol, refuse, ring_file,
+    single_region, whole, wrong_size,
 };
 use super::registration::RegisteredTables;
 use super::shared::{Shared, VRINGS_MAX};
@@ -47,13 +48,13 @@ pub struct Session {
     writeback: bool,
     /// Writes must be durable when they complete.
     write_through: Arc<AtomicBool>,
-    /// Why the request that is being executed could not start a ring.
-    not_started: Option<Refusal>,
+    /// The request that is being executed could not start a ring.
+    not_started: bool,
 }
 
 impl Session {
     /// `peer` must have been admitted. Fails if the empty table of memory cannot be created.
-    pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, blkq::Error> {
+    pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, Error> {
         let registered =
             shared.register_memory.map(|limits| RegisteredTables::new(shared.engines.clone(), limits));
         Ok(Session {
@@ -71,15 +72,15 @@ impl Session {
             writeback: true,
             // Write-through until the driver shows that it can flush.
             write_through: Arc::new(AtomicBool::new(true)),
-            not_started: None,
+            not_started: false,
         })
     }
 
     /// Executes a message, and returns its reply. The error is a violation of the protocol that can be
     /// answered only by closing the connection.
-    pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
+    pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Error> {
         let header = incoming.header;
-        self.not_started = None;
+        self.not_started = false;
         let kind = RequestKind::of(header.code);
         let done = match kind {
             Some(kind) => self.execute(incoming, kind),
@@ -90,16 +91,13 @@ impl Session {
         let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
         match done {
             Ok(Some(reply)) => Ok(Some(reply)),
-            Ok(None) => {
-                let failed = self.not_started.take().is_some();
-                Ok(acknowledged.then(|| Reply::number(header.code, failed.into())))
-            }
-            Err(Refusal(reason)) => {
+            Ok(None) => Ok(acknowledged.then(|| Reply::number(header.code, self.not_started.into()))),
+            Err(error) => {
                 let name = kind.map_or_else(|| format!("request {}", header.code), |kind| kind.name.into());
-                let reason = format!("{name}: {reason}");
+                let reason = format!("{name}: {error}");
                 // A request that gets something has its own reply, which cannot report an error.
                 if !acknowledged || name.starts_with("GET_") {
-                    return Err(Refusal(reason));
+                    return Err(refuse(reason));
                 }
                 self.shared.registry.report(&self.peer, Event::Refused(reason));
                 Ok(Some(Reply::number(header.code, 1)))
@@ -107,7 +105,7 @@ impl Session {
         }
     }
 
-    fn execute(&mut self, incoming: Incoming, kind: RequestKind) -> Result<Option<Reply>, Refusal> {
+    fn execute(&mut self, incoming: Incoming, kind: RequestKind) -> Result<Option<Reply>, Error> {
         let Incoming { header: Header { code, .. }, ref payload, mut files } = incoming;
         if let Some((_, name)) = kind.feature.filter(|(feature, _)| self.protocol & feature == 0) {
             return Err(refuse(format!("the protocol feature {name} was not negotiated")));
@@ -128,35 +126,43 @@ impl Session {
                 let specs: Result<_, _> = regions.map(|(region, file)| spec(region, file)).collect();
                 self.set_memory(GuestMemory::map(specs?)?);
             }
-            (code::SET_VRING_NUM, _) => {
+            (
+                code::SET_VRING_NUM | code::SET_VRING_BASE | code::GET_VRING_BASE | code::SET_VRING_ENABLE,
+                _,
+            ) => {
                 let VringState { index, number } = whole(payload)?;
-                self.vring(index)?.set_size(number)?;
+                let vring = self.vring(index)?;
+                match code {
+                    code::SET_VRING_NUM => vring.set_size(number)?,
+                    code::SET_VRING_BASE => vring.set_base(number)?,
+                    code::GET_VRING_BASE => {
+                        let state = VringState { index, number: vring.stop_for_base() };
+                        return Ok(Some(Reply::new(code, state.as_bytes())));
+                    }
+                    _ if number > 1 => {
+                        return Err(refuse(format!("a ring cannot have the state {number}")));
+                    }
+                    _ => {
+                        vring.set_enabled(number == 1);
+                        self.start_ring(index);
+                    }
+                }
             }
             (code::SET_VRING_ADDR, _) => {
                 let addresses: VringAddresses = whole(payload)?;
                 self.vring(addresses.index)?.set_addresses(addresses)?;
             }
-            (code::SET_VRING_BASE, _) => {
-                let VringState { index, number } = whole(payload)?;
-                self.vring(index)?.set_base(number)?;
-            }
-            (code::GET_VRING_BASE, _) => {
-                let VringState { index, .. } = whole(payload)?;
-                let state = VringState { index, number: self.vring(index)?.stop_for_base() };
-                return Ok(Some(Reply::new(code, state.as_bytes())));
-            }
-            (code::SET_VRING_KICK, _) => {
+            (code::SET_VRING_KICK | code::SET_VRING_CALL | code::SET_VRING_ERR, _) => {
                 let (index, file) = ring_file(payload, files.pop())?;
-                self.vring(index)?.set_kick(file)?;
-                self.start_ring(index);
-            }
-            (code::SET_VRING_CALL, _) => {
-                let (index, file) = ring_file(payload, files.pop())?;
-                self.vring(index)?.set_call(&shared, file)?;
-            }
-            (code::SET_VRING_ERR, _) => {
-                let (index, file) = ring_file(payload, files.pop())?;
-                self.vring(index)?.set_error(&shared, file)?;
+                let vring = self.vring(index)?;
+                match code {
+                    code::SET_VRING_CALL => vring.set_call(&shared, file)?,
+                    code::SET_VRING_ERR => vring.set_error(&shared, file)?,
+                    _ => {
+                        vring.set_kick(file)?;
+                        self.start_ring(index);
+                    }
+                }
             }
             (code::GET_PROTOCOL_FEATURES, []) => return number(protocol::OFFERED),
             (code::SET_PROTOCOL_FEATURES, _) => {
@@ -165,14 +171,6 @@ impl Session {
                 self.protocol = features;
             }
             (code::GET_QUEUE_NUM, []) => return number(VRINGS_MAX as u64),
-            (code::SET_VRING_ENABLE, _) => {
-                let VringState { index, number } = whole(payload)?;
-                if number > 1 {
-                    return Err(refuse(format!("a ring cannot have the state {number}")));
-                }
-                self.vring(index)?.set_enabled(number == 1);
-                self.start_ring(index);
-            }
             (code::SET_BACKEND_REQ_FD, []) => {
                 let socket = needed(files.pop())?;
                 socket.check_socket(self.shared.address.as_ref())?;
@@ -216,11 +214,11 @@ impl Session {
 
     /// Executes SET_OWNER. A front end that owns the connection already starts from the beginning: QEMU does
     /// so when a disk is unplugged and plugged in again, and then passes all of its memory once more.
-    fn set_owner(&mut self) -> Result<(), Refusal> {
+    fn set_owner(&mut self) -> Result<(), Error> {
         if !self.vrings.iter().any(Vring::is_served) {
             self.set_memory(GuestMemory::map(Vec::new())?);
             self.inflight = None;
-            self.shared.registry.set_recorded(false);
+            self.shared.registry.update(|front_end| front_end.recorded = false);
         }
         Ok(())
     }
@@ -229,12 +227,12 @@ impl Session {
         features(&self.shared.disk.limits()) | F_PROTOCOL_FEATURES
     }
 
-    fn vring(&mut self, index: u32) -> Result<&mut Vring, Refusal> {
+    fn vring(&mut self, index: u32) -> Result<&mut Vring, Error> {
         let missing = || refuse(format!("there is no ring {index}, only {VRINGS_MAX}"));
         self.vrings.get_mut(index as usize).ok_or_else(missing)
     }
 
-    fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
+    fn set_features(&mut self, features: u64) -> Result<(), Error> {
         refuse_unoffered(features & !self.offered() & !FEATURES_OF_LIMITS)?;
         let of_rings = |features: u64| features & !F_PROTOCOL_FEATURES;
         if of_rings(features) != of_rings(self.features) && self.vrings.iter().any(Vring::is_served) {
@@ -284,7 +282,10 @@ impl Session {
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
         match vring.start(&self.shared, &context, enabled, &self.peer) {
             Ok(()) => self.has_served |= vring.is_served(),
-            Err(refusal) => self.not_started = Some(refusal),
+            Err(reason) => {
+                self.not_started = true;
+                self.shared.registry.report(&self.peer, Event::RingRejected(index, reason));
+            }
         }
     }
 
@@ -309,7 +310,7 @@ impl Session {
                 Some(Err(reason))
             }
         };
-        self.shared.registry.set_registered_memory(registered);
+        self.shared.registry.update(|front_end| front_end.registered_memory = registered);
     }
 
     fn stop_rings(&mut self) {
@@ -345,7 +346,7 @@ impl Session {
         Reply::new(code::GET_CONFIG, &bytes)
     }
 
-    fn set_config(&mut self, (range, bytes): (ConfigRange, &[u8])) -> Result<(), Refusal> {
+    fn set_config(&mut self, (range, bytes): (ConfigRange, &[u8])) -> Result<(), Error> {
         let ConfigRange { offset, size, flags } = range;
         match (bytes, flags) {
             (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
@@ -360,7 +361,7 @@ impl Session {
         }
     }
 
-    fn new_inflight(&mut self, area: InflightArea, payload_bytes: usize) -> Result<Reply, Refusal> {
+    fn new_inflight(&mut self, area: InflightArea, payload_bytes: usize) -> Result<Reply, Error> {
         check_inflight(&area)?;
         let packed = self.features & feature::RING_PACKED != 0;
         let queue_size = recorded_size(area.queue_size);
@@ -371,7 +372,7 @@ impl Session {
         Ok(Reply { file: Some(file), ..Reply::new(code::GET_INFLIGHT_FD, payload) })
     }
 
-    fn set_inflight(&mut self, area: InflightArea, file: UntrustedFd) -> Result<(), Refusal> {
+    fn set_inflight(&mut self, area: InflightArea, file: UntrustedFd) -> Result<(), Error> {
         check_inflight(&area)?;
         if self.vrings.iter().any(Vring::is_served) {
             return Err(refuse("the in-flight table cannot change while rings are served"));
@@ -381,7 +382,7 @@ impl Session {
         let queue_size = InflightRegion::stored_size(size, queues, queue_size, packed);
         let file = file.into_memory()?;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
-        self.shared.registry.set_recorded(true);
+        self.shared.registry.update(|front_end| front_end.recorded = true);
         // An earlier daemon of this front end may have recorded the driver's setting of the write cache. The
         // front end does not send it again.
         match self.inflight.as_ref().and_then(|region| region.write_cache()) {
@@ -456,14 +457,14 @@ impl Drop for Session {
     }
 }
 
-fn refuse_unoffered(features: u64) -> Result<(), Refusal> {
+fn refuse_unoffered(features: u64) -> Result<(), Error> {
     if features != 0 {
         return Err(refuse(format!("features {features:#x} were not offered")));
     }
     Ok(())
 }
 
-fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
+fn check_inflight(area: &InflightArea) -> Result<(), Error> {
     let InflightArea { queues, queue_size, .. } = *area;
     if queues == 0 || usize::from(queues) > VRINGS_MAX || queue_size == 0 {
         return Err(refuse(format!("invalid number of rings ({queues}) or descriptors ({queue_size})")));
@@ -471,7 +472,7 @@ fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Refusal> {
+fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Error> {
     let Region { guest, size, user, offset } = region;
     let file = file.into_memory()?;
     Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })

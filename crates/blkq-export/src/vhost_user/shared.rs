@@ -24,11 +24,11 @@ pub struct Shared {
     pub registry: Registry,
     pub register_memory: Option<RegistrationLimits>,
     /// Wakes the control thread when a ring was rejected, or when one of the flags below was set.
-    pub wake: Arc<Wakeup>,
+    pub wake: Wakeup,
     pub stopping: AtomicBool,
     pub config_changed: AtomicBool,
     /// Notifiers that signal the drivers of the rings. While a ring is served, only its engine notifies.
-    pub calls: [Arc<Notifier>; VRINGS_MAX],
+    pub calls: [Notifier; VRINGS_MAX],
     /// Signals the front end that a ring was rejected.
     pub errors: Notifier,
 }
@@ -44,10 +44,10 @@ impl Shared {
             address: None,
             registry: Registry::new(None, None),
             register_memory: None,
-            wake: Arc::new(Wakeup::new()?),
+            wake: Wakeup::new()?,
             stopping: AtomicBool::new(false),
             config_changed: AtomicBool::new(false),
-            calls: std::array::from_fn(|_| Arc::default()),
+            calls: std::array::from_fn(|_| Notifier::default()),
             errors: Notifier::default(),
         })
     }

@@ -26,11 +26,10 @@ use super::bounce::{copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
 use super::memory::GuestMemory;
-use super::notifier::Notifier;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
+use super::shared::Shared;
 use super::status::{RingStatus, VhostUserCounters};
-use super::wakeup::Wakeup;
 
 // Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
@@ -46,12 +45,9 @@ pub struct VringStart {
     pub memory: Arc<GuestMemory>,
     /// Becomes readable when the driver has added requests. Without it the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
-    pub call: Arc<Notifier>,
+    pub shared: Arc<Shared>,
     pub status: Arc<RingStatus>,
     pub write_through: Arc<AtomicBool>,
-    pub serial: Arc<str>,
-    /// Woken when the ring is rejected.
-    pub wake: Arc<Wakeup>,
     pub peer: Arc<str>,
 }
 
@@ -92,8 +88,6 @@ pub struct VringSource {
     copies: VecDeque<CopyOut>,
     work: TurnWork,
     counters: VhostUserCounters,
-    /// Requests have completed that the guest does not see yet.
-    unpublished: bool,
     /// There may be requests for which the driver will not kick.
     may_have_more: bool,
     kicks_enabled: bool,
@@ -104,8 +98,6 @@ pub struct VringSource {
     next_poll_ns: u64,
     rejected: bool,
     stopping: bool,
-    /// Whether the kernel's vectored calls can use registered memory.
-    vectors_registered: bool,
     /// The engine exits: recovered requests that have not begun stay for the next daemon.
     engine_exits: bool,
 }
@@ -113,7 +105,7 @@ pub struct VringSource {
 impl VringSource {
     pub fn new(start: VringStart) -> VringSource {
         VringSource {
-            parser: Parser::new(&start.serial),
+            parser: Parser::new(&start.shared.serial),
             chain: Chain::new(),
             slots: Slots::default(),
             submissions: Submissions::new(TraceClient::new(client_kind::VRING, start.status.index)),
@@ -121,7 +113,6 @@ impl VringSource {
             copies: VecDeque::new(),
             work: TurnWork::default(),
             counters: VhostUserCounters::default(),
-            unpublished: false,
             may_have_more: true,
             kicks_enabled: false,
             poll_armed: false,
@@ -130,7 +121,6 @@ impl VringSource {
             next_poll_ns: 0,
             rejected: false,
             stopping: false,
-            vectors_registered: false,
             engine_exits: false,
             start,
         }
@@ -144,7 +134,7 @@ impl VringSource {
             // mistake of the guest.
             let lost = self.start.ring.is_broken().then(|| RingError::MemoryLost.to_string());
             let _ = self.start.status.rejected.set(lost.unwrap_or_else(|| reason.to_string()));
-            self.start.wake.wake();
+            self.start.shared.wake.wake();
         }
     }
 
@@ -274,8 +264,11 @@ impl VringSource {
     /// Uses a bounce buffer if the disk does not accept the alignment of `data`.
     fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: usize) {
         let data = if is_aligned(cx, &slot) {
-            let is_reached = registered_pieces == 1 || self.vectors_registered;
-            self.counters.registered += u64::from(registered_pieces > 0 && is_reached);
+            self.counters.registered += u64::from(match registered_pieces {
+                0 | 1 => registered_pieces == 1,
+                // Not all kernels can use registered memory in vectored calls.
+                _ => cx.registrar().supports(opcode::ReadvFixed::CODE),
+            });
             data
         } else {
             let fits = slot.bytes <= BUFFER_MAX_BYTES;
@@ -351,17 +344,16 @@ impl VringSource {
         self.parser.write_status(&self.start.memory, slot.status, status);
         let written = BlockRequest::written(slot.writable, status);
         self.start.ring.push_used(slot.head, written);
-        self.unpublished = true;
     }
 
     fn publish(&mut self) {
-        if std::mem::take(&mut self.unpublished) && !self.rejected && self.start.ring.publish() {
+        if !self.rejected && self.start.ring.publish() {
             self.call();
         }
     }
 
     fn call(&mut self) {
-        match self.start.call.notify() {
+        match self.start.shared.calls[self.start.status.index as usize].notify() {
             Ok(notified) => self.counters.calls += u64::from(notified),
             Err(error) => self.reject(&format_args!("cannot notify the guest's driver: {error}")),
         }
@@ -376,7 +368,6 @@ fn is_aligned(cx: &SourceContext<'_>, slot: &Slot) -> bool {
 unsafe impl Source for VringSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         self.watch_kicks(cx);
-        self.vectors_registered = cx.registrar().supports(opcode::ReadvFixed::CODE);
         Ok(())
     }
 
@@ -505,7 +496,8 @@ unsafe impl Source for VringSource {
     }
 
     fn is_stopped(&self) -> bool {
-        let idle = self.slots.len() == 0 && (!self.unpublished || self.rejected) && !self.has_recovered();
+        // Requests that have completed are published at the end of each turn.
+        let idle = self.slots.len() == 0 && !self.has_recovered();
         self.stopping && idle && !self.poll_armed && !self.cancel_armed
     }
 }

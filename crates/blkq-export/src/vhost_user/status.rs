@@ -139,7 +139,7 @@ impl RingStatus {
     }
 }
 
-pub(super) struct FrontEnd {
+struct FrontEnd {
     /// The fields that the rings do not determine; the others have their default values.
     info: FrontEndInfo,
     since: Instant,
@@ -150,10 +150,6 @@ pub(super) struct FrontEnd {
 }
 
 impl FrontEnd {
-    pub fn is_recorded(&self) -> bool {
-        self.info.recorded
-    }
-
     fn counters(&self) -> VhostUserCounters {
         let mut sum = self.earlier;
         self.rings.iter().for_each(|ring| sum += ring.published.load());
@@ -225,15 +221,10 @@ impl Registry {
         }
     }
 
-    pub fn set_recorded(&self, recorded: bool) {
+    /// Changes the fields of the front end that its rings do not determine.
+    pub fn update(&self, change: impl FnOnce(&mut FrontEndInfo)) {
         if let Some(front_end) = &mut lock(&self.state).front_end {
-            front_end.info.recorded = recorded;
-        }
-    }
-
-    pub fn set_registered_memory(&self, registered: Option<Result<u64, String>>) {
-        if let Some(front_end) = &mut lock(&self.state).front_end {
-            front_end.info.registered_memory = registered;
+            change(&mut front_end.info);
         }
     }
 
@@ -270,9 +261,9 @@ impl Registry {
     }
 
     /// Stops admitting front ends if `may` returns true for the connected one. Returns whether it did.
-    pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
+    pub fn close_if(&self, may: impl FnOnce(Option<&FrontEndInfo>) -> bool) -> bool {
         let mut state = lock(&self.state);
-        let closes = may(state.front_end.as_ref());
+        let closes = may(state.front_end.as_ref().map(|front_end| &front_end.info));
         state.closed |= closes;
         closes
     }
@@ -332,9 +323,9 @@ mod tests {
     #[test]
     fn only_a_front_end_that_tracks_requests_can_be_handed_over() {
         let registry = Registry::new(None, None);
-        let close = || registry.close_if(|front_end| front_end.is_none_or(FrontEnd::is_recorded));
+        let close = || registry.close_if(|front_end| front_end.is_none_or(|it| it.recorded));
         assert!(registry.admit("a") && !close());
-        registry.set_recorded(true);
+        registry.update(|front_end| front_end.recorded = true);
         assert!(close() && registry.is_connected());
         registry.leave();
         assert!(!registry.admit("b"));

@@ -34,10 +34,8 @@ impl UntrustedFd {
 
     /// Returns the descriptor, for which no other thread is needed any longer.
     fn release(mut self) -> OwnedFd {
-        match self.0.take() {
-            Some(file) => file,
-            None => unreachable!("only methods that consume the value take the descriptor"),
-        }
+        let Some(file) = self.0.take() else { unreachable!("only this method takes the descriptor") };
+        file
     }
 
     /// Returns the descriptor if it is an eventfd, else [`ErrorKind::Invalid`].
@@ -124,10 +122,8 @@ fn is_anonymous(file: impl AsFd) -> bool {
 
 impl AsFd for UntrustedFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.0 {
-            Some(file) => file.as_fd(),
-            None => unreachable!("only methods that consume the value take the descriptor"),
-        }
+        let Some(file) = &self.0 else { unreachable!("only a method that consumes the value takes it") };
+        file.as_fd()
     }
 }
 

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
 
-use blkq::{Disk, EngineHandle, SourceId, StoppingSource};
+use blkq::{EngineHandle, Error, SourceId, StoppingSource};
 
 use super::abi::feature;
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
-use super::message::{Refusal, VringAddresses, refuse};
+use super::message::{VringAddresses, refuse};
 use super::ring::{RING_SIZE_MAX, Ring, RingSpec};
 use super::shared::Shared;
 use super::source::{CallChanged, VringSource, VringStart};
-use super::status::{Event, RingStatus};
+use super::status::RingStatus;
 use super::untrusted_fd::{CallFile, UntrustedFd};
 
 pub struct RingContext {
@@ -27,7 +27,7 @@ pub struct RingContext {
 }
 
 struct Serving {
-    disk: Arc<Disk>,
+    shared: Arc<Shared>,
     engine: EngineHandle,
     id: SourceId,
     status: Arc<RingStatus>,
@@ -72,7 +72,7 @@ impl Vring {
         self.serving.as_ref().is_some_and(|serving| serving.status.rejected.get().is_some())
     }
 
-    fn refuse_if_served(&self, what: &str) -> Result<(), Refusal> {
+    fn refuse_if_served(&self, what: &str) -> Result<(), Error> {
         let index = self.index;
         if self.is_served() {
             return Err(refuse(format!("the {what} of ring {index} cannot change while it is served")));
@@ -80,7 +80,7 @@ impl Vring {
         Ok(())
     }
 
-    pub fn set_size(&mut self, size: u32) -> Result<(), Refusal> {
+    pub fn set_size(&mut self, size: u32) -> Result<(), Error> {
         if size == self.size {
             return Ok(());
         }
@@ -92,7 +92,7 @@ impl Vring {
         Ok(())
     }
 
-    pub fn set_addresses(&mut self, addresses: VringAddresses) -> Result<(), Refusal> {
+    pub fn set_addresses(&mut self, addresses: VringAddresses) -> Result<(), Error> {
         let parts = |it: &VringAddresses| (it.descriptors, it.used, it.available);
         if self.addresses.as_ref().map(parts) == Some(parts(&addresses)) {
             return Ok(());
@@ -102,21 +102,21 @@ impl Vring {
         Ok(())
     }
 
-    pub fn set_base(&mut self, base: u32) -> Result<(), Refusal> {
+    pub fn set_base(&mut self, base: u32) -> Result<(), Error> {
         self.refuse_if_served("base")?;
         self.base = base;
         Ok(())
     }
 
     /// Sets the kick eventfd. The ring is stopped, and can be started again with the new eventfd.
-    pub fn set_kick(&mut self, file: Option<UntrustedFd>) -> Result<(), Refusal> {
+    pub fn set_kick(&mut self, file: Option<UntrustedFd>) -> Result<(), Error> {
         let file = file.map(|file| file.into_event()).transpose()?;
         self.stop();
         (self.started, self.kick) = (true, file.map(Arc::new));
         Ok(())
     }
 
-    pub fn set_call(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
+    pub fn set_call(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Error> {
         let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         shared.calls[self.index as usize].set(file)?;
         if let Some(Serving { engine, id, .. }) = &self.serving {
@@ -125,7 +125,7 @@ impl Vring {
         Ok(())
     }
 
-    pub fn set_error(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
+    pub fn set_error(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Error> {
         self.error = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         Ok(())
     }
@@ -138,14 +138,14 @@ impl Vring {
     }
 
     /// Starts serving the ring if it is described completely and enabled. `enabled` counts if the front end
-    /// has not enabled or disabled the ring. The error is also reported as a rejection.
+    /// has not enabled or disabled the ring. The error is why the ring is rejected.
     pub fn start(
         &mut self,
         shared: &Arc<Shared>,
         context: &RingContext,
         enabled: bool,
         peer: &Arc<str>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), String> {
         let can_start = self.started && self.enabled.unwrap_or(enabled) && self.size > 0 && !self.is_served();
         let Some(addresses) = self.addresses.as_ref().filter(|_| can_start) else { return Ok(()) };
         let has = |feature: u64| context.features & feature != 0;
@@ -159,33 +159,27 @@ impl Vring {
             device_area: addresses.used,
             base: self.base,
         };
-        let rejected = |reason: String| {
-            shared.registry.report(peer, Event::RingRejected(self.index, reason.clone()));
-            refuse(format!("ring {}: {reason}", self.index))
-        };
-        let record = context.inflight.as_ref().map(|region| {
+        let queue = |region: &Arc<InflightRegion>| {
             let queue = region.queue(self.index as u16, spec.size, spec.packed);
-            queue.ok_or_else(|| rejected("the in-flight table does not fit the ring".into()))
-        });
-        let record = record.transpose()?;
-        let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| rejected(e.to_string()))?;
+            queue.ok_or("the in-flight table does not fit the ring")
+        };
+        let record = context.inflight.as_ref().map(queue).transpose()?;
+        let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| e.to_string())?;
         let status = Arc::new(RingStatus::new(self.index, spec.size, self.base));
         let start = VringStart {
             ring,
             memory: context.memory.clone(),
             kick: self.kick.clone(),
-            call: shared.calls[self.index as usize].clone(),
+            shared: shared.clone(),
             status: status.clone(),
             write_through: context.write_through.clone(),
-            serial: shared.serial.clone(),
-            wake: shared.wake.clone(),
             peer: peer.clone(),
         };
         let engine = shared.engines[shared.engine_of(self.index)].clone();
         shared.registry.add_ring(&status);
         let added = engine.add_source(move || Box::new(VringSource::new(start)));
-        let id = added.map_err(|e| rejected(e.to_string()))?;
-        self.serving = Some(Serving { disk: shared.disk.clone(), engine, id, status, reported: false });
+        let id = added.map_err(|e| e.to_string())?;
+        self.serving = Some(Serving { shared: shared.clone(), engine, id, status, reported: false });
         Ok(())
     }
 
@@ -230,7 +224,7 @@ pub fn stop_all(vrings: &mut [Vring]) {
     // Requests of these rings may wait for another ring: a flush for a write that is held after an error, or
     // any request for a tag. A front end may stop its rings one at a time and wait for each, so requests that
     // are held must fail while this runs.
-    let _reporting = served.first().map(|(_, serving)| serving.disk.report_errors());
+    let _reporting = served.first().map(|(_, serving)| serving.shared.disk.report_errors());
     let begin = |(vring, serving): (_, Serving)| {
         let stopping = serving.engine.begin_stop(serving.id, true);
         (vring, serving, stopping)
