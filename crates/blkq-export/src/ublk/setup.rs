@@ -112,33 +112,22 @@ struct Unfinished {
 fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
     let Request { what, sequence, mut info } = receive(socket)?;
     let id = info.dev_id;
-    let given = match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
-        Some(Unfinished { mut control, .. }) => Ok((control.wait_again(), control)),
-        None => ControlDevice::open().map(|mut control| {
-            let done = match what {
-                command::ADD_DEV => control.add(&mut info),
-                command::START_DEV => while_server_runs(server, || {
-                    control.start(id, server)?;
-                    remove_scheduler(id);
-                    Ok(())
-                }),
-                _ => control.issue(what, id),
-            };
-            (done, control)
-        }),
-    };
-    let result = match given {
-        Ok((done, control)) => {
-            if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::TimedOut) {
-                // The ring of the previous command stays open, too: closing it would wait for the command.
-                std::mem::forget(unfinished.replace(Unfinished { what, id, control }));
-            }
-            done
-        }
-        // The server has opened the control device before. The reply has only a number, so EIO represents the
-        // reason.
-        Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
-    };
+    let (result, control) =
+        match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
+            Some(Unfinished { mut control, .. }) => (control.wait_again(), Some(control)),
+            None => match ControlDevice::open() {
+                Ok(mut control) => (execute(&mut control, what, server, &mut info), Some(control)),
+                // The server has opened the control device before. The reply has only a number, so EIO
+                // represents the reason.
+                Err(_) => (Err(io::Error::from_raw_os_error(libc::EIO)), None),
+            },
+        };
+    if let Some(control) = control
+        && result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::TimedOut)
+    {
+        // The ring of the previous command stays open, too: closing it would wait for the command.
+        std::mem::forget(unfinished.replace(Unfinished { what, id, control }));
+    }
     let added = what == command::ADD_DEV && result.is_ok();
     let sent = reply(socket, sequence, result.map(|()| info));
     if sent.is_err() && added {
@@ -148,6 +137,18 @@ fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinishe
         }
     }
     sent
+}
+
+fn execute(control: &mut ControlDevice, what: u32, server: u32, info: &mut DeviceInfo) -> io::Result<()> {
+    match what {
+        command::ADD_DEV => control.add(info),
+        command::START_DEV => while_server_runs(server, || {
+            control.start(info.dev_id, server)?;
+            remove_scheduler(info.dev_id);
+            Ok(())
+        }),
+        _ => control.issue(what, info.dev_id),
+    }
 }
 
 /// Runs `start`. The kernel kills this process if the server exits in the meantime; otherwise the command

@@ -25,7 +25,7 @@ pub struct Buffer {
 }
 
 /// Identifies a chain from the time it is taken from the ring until it is used.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Head {
     /// The index of the first descriptor, or the buffer identifier of a packed ring. It is less than the
     /// ring's size, and no two chains in flight have the same.

@@ -154,10 +154,8 @@ impl Control {
         let peer = peer_name(&socket);
         // If the front end is rejected, dropping the socket closes the connection.
         if self.shared.registry.admit(&peer) {
-            match Session::new(self.shared.clone(), &peer) {
-                Ok(session) => self.connected = Some(Connected { channel: Channel::new(socket), session }),
-                Err(_) => self.shared.registry.leave(),
-            }
+            let session = Session::new(self.shared.clone(), &peer);
+            self.connected = Some(Connected { channel: Channel::new(socket), session });
         }
     }
 

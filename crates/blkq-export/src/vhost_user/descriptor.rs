@@ -113,8 +113,11 @@ impl RingParts {
                 None => address.checked_add(offset.into()).and_then(|at| memory.load(cursor, at)),
             };
             let both = u128::from_le_bytes(bytes.ok_or(RingError::BufferUnmapped { address, length })?);
-            let entry = (both as u64, (both >> 64) as u64);
-            let entry = if self.packed { Descriptor::packed(entry) } else { Descriptor::split(entry) };
+            let mut entry = Descriptor::split(both as u64, (both >> 64) as u64);
+            if self.packed {
+                // A packed ring has the flags last.
+                entry.flags = entry.next;
+            }
             if entry.has(DESCRIPTOR_INDIRECT) {
                 return Err(RingError::IndirectNested { head });
             }
@@ -141,14 +144,10 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
+    /// Decodes the two words of a descriptor of a split ring.
     #[inline]
-    pub fn split((address, high): (u64, u64)) -> Descriptor {
+    pub fn split(address: u64, high: u64) -> Descriptor {
         Descriptor { address, length: high as u32, flags: (high >> 32) as u16, next: (high >> 48) as u16 }
-    }
-
-    #[inline]
-    pub fn packed((address, high): (u64, u64)) -> Descriptor {
-        Descriptor { address, length: high as u32, flags: (high >> 48) as u16, next: 0 }
     }
 
     #[inline]

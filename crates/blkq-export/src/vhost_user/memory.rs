@@ -82,6 +82,7 @@ pub struct Span<'a> {
 }
 
 /// The table of a guest's memory, replaced by each change. Common regions are unmapped with the last table.
+#[derive(Default)]
 pub struct GuestMemory {
     /// Sorted by guest address; no two overlap.
     regions: Box<[Region]>,
@@ -121,23 +122,16 @@ impl GuestMemory {
         GuestMemory::of(regions)
     }
 
-    /// The table without the region of exactly these values. Fails with [`ErrorKind::Invalid`] if there is
-    /// none.
-    pub fn without_region(
-        &self,
-        guest_start: u64,
-        user_start: u64,
-        length: u64,
-    ) -> Result<GuestMemory, Error> {
-        let mut regions = self.regions.to_vec();
-        let is_it = |region: &Region| {
-            (region.guest_start, region.user_start, region.length) == (guest_start, user_start, length)
-        };
-        match regions.iter().position(is_it) {
-            Some(index) => drop(regions.remove(index)),
-            None => return Err(invalid(format!("there is no region of {length} bytes at {guest_start:#x}"))),
+    /// The table without the region of exactly these values: the addresses in the guest and in the front end,
+    /// and the length. Fails with [`ErrorKind::Invalid`] if there is none.
+    pub fn without_region(&self, place: (u64, u64, u64)) -> Result<GuestMemory, Error> {
+        let is_other = |it: &&Region| (it.guest_start, it.user_start, it.length) != place;
+        let regions: Box<[Region]> = self.regions.iter().filter(is_other).cloned().collect();
+        if regions.len() == self.regions.len() {
+            let (start, _, bytes) = place;
+            return Err(invalid(format!("there is no region of {bytes} bytes at {start:#x}")));
         }
-        GuestMemory::of(regions)
+        Ok(GuestMemory { regions })
     }
 
     /// The table, with the registrations that its regions have in `other`.

@@ -69,15 +69,14 @@ macro_rules! requests {
         impl RequestKind {
             /// The kind of the request `code`; `None` if it is unknown.
             pub fn of(code: u32) -> Option<RequestKind> {
-                let (name, files_max, feature) = match code {
-                    $(code::$name => (
-                        stringify!($name),
-                        $files_max,
-                        None$(.or(Some((protocol::$feature, stringify!($feature)))))?,
-                    ),)*
-                    _ => return None,
-                };
-                Some(RequestKind { name, files_max, feature })
+                match code {
+                    $(code::$name => Some(RequestKind {
+                        name: stringify!($name),
+                        files_max: $files_max,
+                        feature: None$(.or(Some((protocol::$feature, stringify!($feature)))))?,
+                    }),)*
+                    _ => None,
+                }
             }
         }
     };
@@ -256,10 +255,8 @@ pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Opti
         return Err(refuse(format!("invalid ring {value:#x}")));
     }
     let index = value as u32 & 0xff;
-    if value & NO_FILE == 0 {
-        return Ok((index, Some(needed(file)?)));
-    }
     match file {
+        file if value & NO_FILE == 0 => Ok((index, Some(needed(file)?))),
         None => Ok((index, None)),
         Some(_) => Err(refuse("the message has a descriptor although its payload denies that")),
     }

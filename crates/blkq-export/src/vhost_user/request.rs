@@ -130,10 +130,20 @@ impl Parser {
         let read_bytes = total(chain.writable()) - 1;
         let written_bytes = total(chain.readable()) - HEADER_BYTES as u64;
         let action = match kind {
-            T_IN => self.transfer(memory, Operation::Read, sector, chain.writable(), 0, read_bytes)?,
-            T_OUT => {
-                let skip = HEADER_BYTES as u64;
-                self.transfer(memory, Operation::Write, sector, chain.readable(), skip, written_bytes)?
+            T_IN | T_OUT => {
+                let (operation, buffers, skip, bytes) = match kind {
+                    T_IN => (Operation::Read, chain.writable(), 0, read_bytes),
+                    _ => (Operation::Write, chain.readable(), HEADER_BYTES as u64, written_bytes),
+                };
+                if !bytes.is_multiple_of(512) || bytes > DATA_MAX_BYTES {
+                    Action::Reply(S_IOERR)
+                } else {
+                    let Gathered { data, unaligned, registered_pieces } = match bytes {
+                        0 => Gathered { data: Data::None, unaligned: 0, registered_pieces: 0 },
+                        _ => self.segments.gather(memory, buffers, skip, bytes)?,
+                    };
+                    Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces }
+                }
             }
             T_FLUSH => Action::Flush,
             T_GET_ID => self.identify(chain, memory, read_bytes)?,
@@ -151,26 +161,6 @@ impl Parser {
             _ => 0,
         };
         Ok(BlockRequest { status, writable, action })
-    }
-
-    #[inline]
-    fn transfer(
-        &mut self,
-        memory: &Arc<GuestMemory>,
-        operation: Operation,
-        sector: Sector,
-        buffers: &[Buffer],
-        skip: u64,
-        bytes: u64,
-    ) -> Result<Action, RingError> {
-        if !bytes.is_multiple_of(512) || bytes > DATA_MAX_BYTES {
-            return Ok(Action::Reply(S_IOERR));
-        }
-        let Gathered { data, unaligned, registered_pieces } = match bytes {
-            0 => Gathered { data: Data::None, unaligned: 0, registered_pieces: 0 },
-            _ => self.segments.gather(memory, buffers, skip, bytes)?,
-        };
-        Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces })
     }
 
     fn identify(&mut self, chain: &Chain, memory: &GuestMemory, room: u64) -> Result<Action, RingError> {

@@ -53,18 +53,18 @@ pub struct Session {
 }
 
 impl Session {
-    /// `peer` must have been admitted. Fails if the empty table of memory cannot be created.
-    pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, Error> {
+    /// `peer` must have been admitted.
+    pub fn new(shared: Arc<Shared>, peer: &str) -> Session {
         let registered =
             shared.register_memory.map(|limits| RegisteredTables::new(shared.engines.clone(), limits));
-        Ok(Session {
+        Session {
             shared,
             registered,
             peer: peer.into(),
             protocol: 0,
             features: 0,
             status: 0,
-            memory: Arc::new(GuestMemory::map(Vec::new())?),
+            memory: Arc::default(),
             vrings: (0..VRINGS_MAX).map(Vring::new).collect(),
             inflight: None,
             has_served: false,
@@ -73,7 +73,7 @@ impl Session {
             // Write-through until the driver shows that it can flush.
             write_through: Arc::new(AtomicBool::new(true)),
             not_started: false,
-        })
+        }
     }
 
     /// Executes a message, and returns its reply. The error is a violation of the protocol that can be
@@ -119,11 +119,10 @@ impl Session {
         match (code, payload.as_slice()) {
             (code::GET_FEATURES, []) => return number(self.offered()),
             (code::SET_FEATURES, _) => self.set_features(whole(payload)?)?,
-            (code::SET_OWNER, []) => self.set_owner()?,
+            (code::SET_OWNER, []) => self.set_owner(),
             (code::RESET_OWNER, []) => self.stop_rings(),
             (code::SET_MEM_TABLE, _) => {
-                let regions = mem_table(payload, files)?.into_iter();
-                let specs: Result<_, _> = regions.map(|(region, file)| spec(region, file)).collect();
+                let specs: Result<_, _> = mem_table(payload, files)?.into_iter().map(spec).collect();
                 self.set_memory(GuestMemory::map(specs?)?);
             }
             (
@@ -185,12 +184,12 @@ impl Session {
             (code::RESET_DEVICE, []) => self.reset(),
             (code::GET_MAX_MEM_SLOTS, []) => return number(REGIONS_MAX as u64),
             (code::ADD_MEM_REG, _) => {
-                let (region, file) = (single_region(payload)?, needed(files.pop())?);
-                self.set_memory(self.memory.with_region(spec(region, file)?)?);
+                let spec = spec((single_region(payload)?, needed(files.pop())?))?;
+                self.set_memory(self.memory.with_region(spec)?);
             }
             (code::REM_MEM_REG, _) => {
                 let region = single_region(payload)?;
-                self.set_memory(self.memory.without_region(region.guest, region.user, region.size)?);
+                self.set_memory(self.memory.without_region((region.guest, region.user, region.size))?);
             }
             (code::SET_STATUS, _) => {
                 let status: u64 = whole(payload)?;
@@ -214,13 +213,12 @@ impl Session {
 
     /// Executes SET_OWNER. A front end that owns the connection already starts from the beginning: QEMU does
     /// so when a disk is unplugged and plugged in again, and then passes all of its memory once more.
-    fn set_owner(&mut self) -> Result<(), Error> {
+    fn set_owner(&mut self) {
         if !self.vrings.iter().any(Vring::is_served) {
-            self.set_memory(GuestMemory::map(Vec::new())?);
+            self.set_memory(GuestMemory::default());
             self.inflight = None;
             self.shared.registry.update(|front_end| front_end.recorded = false);
         }
-        Ok(())
     }
 
     fn offered(&self) -> u64 {
@@ -472,7 +470,7 @@ fn check_inflight(area: &InflightArea) -> Result<(), Error> {
     Ok(())
 }
 
-fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Error> {
+fn spec((region, file): (Region, UntrustedFd)) -> Result<RegionSpec, Error> {
     let Region { guest, size, user, offset } = region;
     let file = file.into_memory()?;
     Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })

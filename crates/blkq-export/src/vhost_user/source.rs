@@ -54,6 +54,7 @@ pub struct VringStart {
 /// A message to the source: another descriptor for calls was set.
 pub struct CallChanged;
 
+#[derive(Default)]
 struct Slot {
     head: Head,
     /// Guest address of the status byte.
@@ -61,7 +62,8 @@ struct Slot {
     /// The first argument of [`BlockRequest::written`].
     writable: u32,
     bios: u32,
-    result: IoResult,
+    /// The status of the bios that have completed.
+    result: u8,
     read: bool,
     sector: Sector,
     bytes: u32,
@@ -200,18 +202,7 @@ impl VringSource {
                 Ok(request) => request,
                 Err(error) => return self.reject(&error),
             };
-        let mut slot = Slot {
-            head,
-            status,
-            writable,
-            bios: 1,
-            result: Ok(()),
-            read: false,
-            sector: Sector(0),
-            bytes: 0,
-            unaligned: 0,
-            bounced: None,
-        };
+        let mut slot = Slot { head, status, writable, bios: 1, result: S_OK, ..Slot::default() };
         let limits = cx.limits(ENGINE_QUEUE);
         // The guest sees a device of whole blocks, which may be smaller than the image.
         let end = limits.whole_bytes() >> 9;
@@ -320,12 +311,14 @@ impl VringSource {
     #[inline]
     fn complete_bio(&mut self, number: u64, result: IoResult) {
         let Some(slot) = self.slots.get_mut(number) else { return };
-        slot.result = slot.result.and(result);
+        if slot.result == S_OK {
+            slot.result = status_of(result);
+        }
         slot.bios -= 1;
         if slot.bios == 0
             && let Some(slot) = self.slots.take(number)
         {
-            let status = status_of(slot.result);
+            let status = slot.result;
             self.finish(slot, status);
         }
     }

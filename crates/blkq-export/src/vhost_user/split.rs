@@ -97,7 +97,7 @@ impl SplitRing {
             let at = usize::from(index) * DESCRIPTOR_BYTES;
             let low = self.parts.descriptors.load_u64(at, Ordering::Relaxed);
             let high = self.parts.descriptors.load_u64(at + 8, Ordering::Relaxed);
-            let descriptor = Descriptor::split((low, high));
+            let descriptor = Descriptor::split(low, high);
             if self.parts.read(head, &descriptor, chain)? {
                 return Ok(());
             }

@@ -121,8 +121,8 @@ fn a_region_is_mapped_as_long_as_a_table_contains_it() {
     assert_eq!(mapped(), 2);
     drop(first);
     assert_eq!(mapped(), 2);
-    assert!(second.without_region(0x5000, 0x5000, 0x1001).is_err());
-    let third = second.without_region(0, 0, 0x1000).unwrap();
+    assert!(second.without_region((0x5000, 0x5000, 0x1001)).is_err());
+    let third = second.without_region((0, 0, 0x1000)).unwrap();
     assert_eq!(mapped(), 2);
     drop(second);
     assert_eq!((mapped(), third.bytes()), (1, 0x1000));
