@@ -159,14 +159,6 @@ pub(super) struct QueueSource {
     forced: bool,
 }
 
-fn no_memory(requests: usize, bytes: u32) -> Error {
-    let mib = (requests as u64 * u64::from(bytes)) >> 20;
-    let message = format!(
-        "ublk: no memory for the buffers of a queue ({mib} MiB); use a smaller depth or fewer queues"
-    );
-    Error::new(ErrorKind::System, message)
-}
-
 impl QueueSource {
     pub fn new(options: QueueOptions) -> QueueSource {
         let tags = options.tags().len();
@@ -197,8 +189,14 @@ impl QueueSource {
         for (tag, index) in tags.zip(0..) {
             let (buffer, place) = match copy {
                 CopyMode::Kernel => {
-                    let mut buffer = IoBuffer::try_zeroed(request_max_bytes as usize)
-                        .ok_or_else(|| no_memory(count, request_max_bytes))?;
+                    let bytes = request_max_bytes as usize;
+                    let Some(mut buffer) = IoBuffer::try_zeroed(bytes) else {
+                        let message = format!(
+                            "ublk: no memory for the buffers of a queue ({} MiB); use a smaller depth or fewer queues",
+                            (count * bytes) >> 20
+                        );
+                        return Err(Error::new(ErrorKind::System, message));
+                    };
                     let address = buffer.as_mut_ptr().expose_provenance() as u64;
                     (Some(buffer), address)
                 }

@@ -37,7 +37,6 @@ pub struct Control {
 }
 
 struct Ready {
-    woken: bool,
     arrival: bool,
     front_end: bool,
     /// Events of the socket for requests of the back end ([`Session::request_socket`]).
@@ -63,12 +62,10 @@ impl Control {
 
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
-        let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
-        let accepts = pause.is_none_or(|pause| pause.is_zero());
+        let accepts = self.accept_at.is_none_or(|at| at <= now);
         let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(now));
-        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
-        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let until = self.accept_at.filter(|_| !accepts).into_iter().chain(deadline).min();
+        let timeout = until.and_then(|until| Timespec::try_from(until.saturating_duration_since(now)).ok());
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
         if let Some(Connected { channel, session }) = &self.connected {
             let events = if channel.has_reply() { PollFlags::OUT } else { PollFlags::IN };
@@ -80,30 +77,21 @@ impl Control {
         // During a pause, the listener is not polled at all: poll(2) returns immediately for a listener that
         // another process has shut down, whatever the events.
         polls.extend(accepts.then(|| PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN)));
-        // After an error or an interruption all descriptors are checked. This is harmless, because none of
-        // them blocks.
-        match poll(&mut polls, timeout.as_ref()) {
-            Ok(_) => Ready {
-                arrival: accepts && polls.pop().is_some_and(|poll| !poll.revents().is_empty()),
-                woken: !polls[0].revents().is_empty(),
-                front_end: polls.get(1).is_some_and(|poll| !poll.revents().is_empty()),
-                requests: polls.get(2).map_or(PollFlags::empty(), PollFd::revents),
-            },
-            Err(_) => Ready { woken: true, arrival: false, front_end: true, requests: PollFlags::empty() },
-        }
+        // An error or an interruption returns no events.
+        let _ = poll(&mut polls, timeout.as_ref());
+        let arrival = accepts && polls.pop().is_some_and(|poll| !poll.revents().is_empty());
+        let events = |index: usize| polls.get(index).map_or(PollFlags::empty(), PollFd::revents);
+        Ready { arrival, front_end: !events(1).is_empty(), requests: events(2) }
     }
 
     fn turn(&mut self, ready: &Ready) {
-        if ready.woken {
-            take_wakeup(&self.shared, self.connected.as_mut().map(|connected| &mut connected.session));
-        }
+        take_wakeup(&self.shared, self.connected.as_mut().map(|connected| &mut connected.session));
         if !ready.requests.is_empty()
             && let Some(Connected { session, .. }) = &mut self.connected
         {
             session.close_request_socket(ready.requests);
         }
-        let exchanged = if ready.front_end { self.exchange() } else { Ok(()) };
-        if let Err(closed) = exchanged.and_then(|()| self.check_deadline()) {
+        if let Err(closed) = self.exchange(ready.front_end) {
             self.disconnect(match closed {
                 Closed::ByPeer => None,
                 Closed::Violation(error) => Some(error.to_string()),
@@ -115,11 +103,12 @@ impl Control {
         }
     }
 
-    fn exchange(&mut self) -> Result<(), Closed> {
+    /// Handles messages of the front end, if its socket is ready.
+    fn exchange(&mut self, is_ready: bool) -> Result<(), Closed> {
         let Some(Connected { channel, session }) = &mut self.connected else { return Ok(()) };
         channel.flush()?;
         for _ in 0..MESSAGES_MAX {
-            if channel.has_reply() || self.shared.stopping.load(SeqCst) {
+            if !is_ready || channel.has_reply() || self.shared.stopping.load(SeqCst) {
                 break;
             }
             if are_too_many() {
@@ -131,11 +120,7 @@ impl Control {
                 channel.send(reply)?;
             }
         }
-        Ok(())
-    }
-
-    fn check_deadline(&self) -> Result<(), Closed> {
-        self.connected.as_ref().map_or(Ok(()), |connected| connected.channel.check_deadline(Instant::now()))
+        channel.check_deadline(Instant::now())
     }
 
     fn accept(&mut self) {

@@ -39,8 +39,6 @@ pub struct PackedInflight {
     /// The first free entry; `size` if no entry is free.
     free: u16,
     used: Position,
-    /// First entries of the chains in the batch that is about to be published.
-    batch: Vec<u16>,
 }
 
 /// An index in the ring, and the wrap counter, which changes with each lap.
@@ -89,16 +87,14 @@ impl PackedInflight {
         shown: impl FnOnce(Position) -> bool,
     ) -> Result<(PackedInflight, Option<Left>), RingError> {
         let InflightQueue { area, size } = queue;
-        let count = usize::from(size);
         let mut this = PackedInflight {
             area,
             size,
             counter: 0,
             next: (1..=size).collect(),
-            last: vec![0; count].into(),
+            last: vec![0; usize::from(size)].into(),
             free: 0,
             used,
-            batch: Vec::with_capacity(count),
         };
         match this.area.load_u16(VERSION, Relaxed) {
             0 => this.begin(),
@@ -243,7 +239,6 @@ impl PackedInflight {
         self.area.store_u16(record(last) + NEXT, self.free, Release);
         self.free = first;
         self.area.store_u16(FREE_HEAD, self.free, Release);
-        self.batch.push(first);
     }
 
     /// Records that the batch is about to be written to the ring, up to the position `used`.
@@ -252,9 +247,9 @@ impl PackedInflight {
         self.used = used;
     }
 
-    /// Records that the driver sees the batch.
-    pub fn commit(&mut self) {
-        for first in self.batch.drain(..) {
+    /// Records that the driver sees `batch`, the first entries of the chains.
+    pub fn commit(&mut self, batch: impl Iterator<Item = u16>) {
+        for first in batch {
             self.area.store_u8(record(first) + MARK, 0, Release);
         }
         self.settle();

@@ -113,14 +113,8 @@ impl State {
     }
 
     fn register(&mut self, event: &CallFile) -> io::Result<&mut IoUring> {
-        if self.ring.is_none() {
-            self.ring = Some(Ok(make_ring()?));
-        }
-        let ring = match &mut self.ring {
-            Some(Ok(ring)) => ring,
-            Some(Err(errno)) => return Err(io::Error::from_raw_os_error(*errno)),
-            None => return Err(io::ErrorKind::NotFound.into()),
-        };
+        let ring = self.ring.take().map_or_else(|| make_ring().map(Ok), Ok)?;
+        let ring = self.ring.insert(ring).as_mut().map_err(|errno| io::Error::from_raw_os_error(*errno))?;
         ring.submitter().register_eventfd(event.as_fd().as_raw_fd())?;
         self.target = Target::Event;
         Ok(ring)

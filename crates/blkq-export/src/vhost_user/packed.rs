@@ -197,11 +197,11 @@ impl PackedRing {
             position.advance(head.slots, self.parts.size);
         }
         self.store_flags(first.index, flags(first.wrap, self.unpublished[0].1));
-        self.unpublished.clear();
         self.in_flight -= slots;
         if let Some(inflight) = &mut self.inflight {
-            inflight.commit();
+            inflight.commit(self.unpublished.iter().map(|(head, _)| head.record));
         }
+        self.unpublished.clear();
         slots
     }
 
