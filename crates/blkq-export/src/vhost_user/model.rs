@@ -96,12 +96,12 @@ fn start_and_stop_with_new_memory() {
             features: feature::VERSION_1,
             inflight: None,
             write_through: Arc::new(std::sync::atomic::AtomicBool::new(false)),
+            peer: peer.clone(),
         };
         if round == 0 {
             add(&mut driver, 0);
         }
-        vring.start(&shared, &context, true, &peer).unwrap();
-        drop(context);
+        vring.start(&shared, context).unwrap();
         if round == 0 {
             add(&mut driver, 1);
         } else {

@@ -264,21 +264,18 @@ impl Session {
         }
     }
 
-    fn context(&self, index: u32) -> RingContext {
+    fn start_ring(&mut self, index: u32) {
         let registered = self.registered.as_ref();
         let memory = registered.and_then(|tables| tables.table(self.shared.engine_of(index)));
-        RingContext {
+        let context = RingContext {
             memory: memory.unwrap_or(&self.memory).clone(),
             features: self.features,
             inflight: self.inflight.clone(),
             write_through: self.write_through.clone(),
-        }
-    }
-
-    fn start_ring(&mut self, index: u32) {
-        let (context, enabled) = (self.context(index), self.features & F_PROTOCOL_FEATURES == 0);
+            peer: self.peer.clone(),
+        };
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
-        match vring.start(&self.shared, &context, enabled, &self.peer) {
+        match vring.start(&self.shared, context) {
             Ok(()) => self.has_served |= vring.is_served(),
             Err(reason) => {
                 self.not_started = true;

@@ -6,7 +6,6 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use blkq::trace::TraceClient;
@@ -25,11 +24,11 @@ use super::abi::{S_IOERR, S_OK};
 use super::bounce::{copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
-use super::memory::GuestMemory;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
 use super::shared::Shared;
 use super::status::{RingStatus, VhostUserCounters};
+use super::vring::RingContext;
 
 // Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
@@ -42,13 +41,11 @@ const BOUNCED_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 
 pub struct VringStart {
     pub ring: Ring,
-    pub memory: Arc<GuestMemory>,
     /// Becomes readable when the driver has added requests. Without it the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
     pub shared: Arc<Shared>,
     pub status: Arc<RingStatus>,
-    pub write_through: Arc<AtomicBool>,
-    pub peer: Arc<str>,
+    pub context: RingContext,
 }
 
 /// A message to the source: another descriptor for calls was set.
@@ -198,7 +195,7 @@ impl VringSource {
     fn begin(&mut self, cx: &mut SourceContext<'_>, head: Head) {
         self.counters.requests += 1;
         let BlockRequest { status, writable, action } =
-            match self.parser.parse(&self.chain, &self.start.memory) {
+            match self.parser.parse(&self.chain, &self.start.context.memory) {
                 Ok(request) => request,
                 Err(error) => return self.reject(&error),
             };
@@ -291,7 +288,7 @@ impl VringSource {
 
     /// The load is relaxed for the reason in `Session::update_write_through`.
     fn write_flags(&self) -> BioFlags {
-        if self.start.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
+        if self.start.context.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
     }
 
     /// Copies data of completed reads to the guest, as far as the turn's budget allows.
@@ -334,7 +331,7 @@ impl VringSource {
         if self.rejected {
             return;
         }
-        self.parser.write_status(&self.start.memory, slot.status, status);
+        self.parser.write_status(&self.start.context.memory, slot.status, status);
         let written = BlockRequest::written(slot.writable, status);
         self.start.ring.push_used(slot.head, written);
     }
@@ -470,7 +467,7 @@ unsafe impl Source for VringSource {
     }
 
     fn write_client(&self, mark: u64, text: &mut dyn fmt::Write) -> fmt::Result {
-        let VringStart { status, peer, .. } = &self.start;
+        let VringStart { status, context: RingContext { peer, .. }, .. } = &self.start;
         let Some(slot) = self.slots.get(mark) else { return Ok(()) };
         let descriptor = slot.head.index;
         write!(text, "vhost-user front end ({peer}), ring {}, descriptor {descriptor}", status.index)

@@ -140,18 +140,17 @@ impl RingStatus {
 }
 
 struct FrontEnd {
-    /// The fields that the rings do not determine; the others have their default values.
+    /// The fields that the rings do not determine, and the counters of rings that were replaced in `rings`; the
+    /// others have their default values.
     info: FrontEndInfo,
     since: Instant,
     /// The last status of each ring that was started.
     rings: Vec<Arc<RingStatus>>,
-    /// The sum of the counters of rings that were replaced in `rings`.
-    earlier: VhostUserCounters,
 }
 
 impl FrontEnd {
     fn counters(&self) -> VhostUserCounters {
-        let mut sum = self.earlier;
+        let mut sum = self.info.counters;
         self.rings.iter().for_each(|ring| sum += ring.published.load());
         sum
     }
@@ -203,8 +202,7 @@ impl Registry {
         state.sum.connections += 1;
         let (id, peer) = (state.sum.connections, peer.to_owned());
         let info = FrontEndInfo { id, peer, ..FrontEndInfo::default() };
-        let (since, earlier) = (Instant::now(), VhostUserCounters::default());
-        state.front_end = Some(FrontEnd { info, since, rings: Vec::new(), earlier });
+        state.front_end = Some(FrontEnd { info, since: Instant::now(), rings: Vec::new() });
         true
     }
 
@@ -233,7 +231,7 @@ impl Registry {
         let Some(front_end) = &mut state.front_end else { return };
         if let Some(at) = front_end.rings.iter().position(|other| other.index == ring.index) {
             let before = front_end.rings.remove(at);
-            front_end.earlier += before.published.load();
+            front_end.info.counters += before.published.load();
         }
         front_end.rings.push(ring.clone());
         front_end.rings.sort_by_key(|ring| ring.index);

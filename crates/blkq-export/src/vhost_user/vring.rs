@@ -10,7 +10,7 @@ use blkq::{EngineHandle, Error, SourceId, StoppingSource};
 use super::abi::feature;
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
-use super::message::{VringAddresses, refuse};
+use super::message::{F_PROTOCOL_FEATURES, VringAddresses, refuse};
 use super::ring::{RING_SIZE_MAX, Ring, RingSpec};
 use super::shared::Shared;
 use super::source::{CallChanged, VringSource, VringStart};
@@ -24,6 +24,7 @@ pub struct RingContext {
     pub features: u64,
     pub inflight: Option<Arc<InflightRegion>>,
     pub write_through: Arc<AtomicBool>,
+    pub peer: Arc<str>,
 }
 
 struct Serving {
@@ -137,18 +138,13 @@ impl Vring {
         }
     }
 
-    /// Starts serving the ring if it is described completely and enabled. `enabled` counts if the front end
-    /// has not enabled or disabled the ring. The error is why the ring is rejected.
-    pub fn start(
-        &mut self,
-        shared: &Arc<Shared>,
-        context: &RingContext,
-        enabled: bool,
-        peer: &Arc<str>,
-    ) -> Result<(), String> {
-        let can_start = self.started && self.enabled.unwrap_or(enabled) && self.size > 0 && !self.is_served();
-        let Some(addresses) = self.addresses.as_ref().filter(|_| can_start) else { return Ok(()) };
+    /// Starts serving the ring if it is described completely and enabled. The error is why the ring is rejected.
+    pub fn start(&mut self, shared: &Arc<Shared>, context: RingContext) -> Result<(), String> {
         let has = |feature: u64| context.features & feature != 0;
+        // Without protocol features, a front end cannot enable rings.
+        let enabled = self.enabled.unwrap_or(!has(F_PROTOCOL_FEATURES));
+        let can_start = self.started && enabled && self.size > 0 && !self.is_served();
+        let Some(addresses) = self.addresses.as_ref().filter(|_| can_start) else { return Ok(()) };
         let spec = RingSpec {
             size: self.size as u16,
             packed: has(feature::RING_PACKED),
@@ -166,20 +162,13 @@ impl Vring {
         let record = context.inflight.as_ref().map(queue).transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| e.to_string())?;
         let status = Arc::new(RingStatus::new(self.index, spec.size, self.base));
-        let start = VringStart {
-            ring,
-            memory: context.memory.clone(),
-            kick: self.kick.clone(),
-            shared: shared.clone(),
-            status: status.clone(),
-            write_through: context.write_through.clone(),
-            peer: peer.clone(),
-        };
+        let (kick, shared) = (self.kick.clone(), shared.clone());
+        let start = VringStart { ring, kick, shared: shared.clone(), status: status.clone(), context };
         let engine = shared.engines[shared.engine_of(self.index)].clone();
         shared.registry.add_ring(&status);
         let added = engine.add_source(move || Box::new(VringSource::new(start)));
         let id = added.map_err(|e| e.to_string())?;
-        self.serving = Some(Serving { shared: shared.clone(), engine, id, status, reported: false });
+        self.serving = Some(Serving { shared, engine, id, status, reported: false });
         Ok(())
     }
 

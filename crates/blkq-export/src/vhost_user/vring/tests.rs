@@ -22,11 +22,12 @@ fn each_rejection_of_a_ring_is_reported() {
     let driver_area = spec.driver_area - USER_OFFSET;
     guest.put16(driver_area + 4, SIZE);
     guest.put16(driver_area + 2, 1);
-    let context = RingContext {
+    let context = || RingContext {
         memory: guest.memory.clone(),
         features: feature::VERSION_1,
         inflight: None,
         write_through: Arc::default(),
+        peer: "a test".into(),
     };
     let error = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
     let mut vring = Vring::new(0);
@@ -37,7 +38,7 @@ fn each_rejection_of_a_ring_is_reported() {
         let addresses = VringAddresses { index: 0, flags: 0, descriptors, used, available, log: 0 };
         vring.set_addresses(addresses).unwrap();
         vring.set_kick(None).unwrap();
-        vring.start(&shared, &context, true, &"a test".into()).unwrap();
+        vring.start(&shared, context()).unwrap();
         wait_until("it is rejected", || vring.is_rejected());
     };
     (0..2).for_each(|_| start(&mut vring));
