@@ -14,7 +14,7 @@ pub const ENTRIES_AT: usize = 4;
 const EVENT_BYTES: usize = 4;
 
 /// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct RingSpec {
     /// Number of descriptors: a power of two for a split ring.
     pub size: u16,

@@ -47,9 +47,9 @@ impl Serving {
 #[derive(Default)]
 pub struct Vring {
     index: u32,
-    size: u32,
-    addresses: Option<VringAddresses>,
-    base: u32,
+    /// What the front end has described. The features are only known when the ring starts.
+    spec: RingSpec,
+    has_addresses: bool,
     /// The front end has sent SET_VRING_KICK since the ring was stopped.
     started: bool,
     /// Without a kick eventfd, the ring is polled.
@@ -82,30 +82,30 @@ impl Vring {
     }
 
     pub fn set_size(&mut self, size: u32) -> Result<(), Error> {
-        if size == self.size {
+        if size == u32::from(self.spec.size) {
             return Ok(());
         }
         self.refuse_if_served("size")?;
         if !(1..=u32::from(RING_SIZE_MAX)).contains(&size) {
             return Err(refuse(format!("a ring cannot have {size} descriptors")));
         }
-        self.size = size;
+        self.spec.size = size as u16;
         Ok(())
     }
 
     pub fn set_addresses(&mut self, addresses: VringAddresses) -> Result<(), Error> {
-        let parts = |it: &VringAddresses| (it.descriptors, it.used, it.available);
-        if self.addresses.as_ref().map(parts) == Some(parts(&addresses)) {
-            return Ok(());
+        let VringAddresses { descriptors, available: driver_area, used: device_area, .. } = addresses;
+        let spec = RingSpec { descriptors, driver_area, device_area, ..self.spec };
+        if spec != self.spec {
+            self.refuse_if_served("address")?;
         }
-        self.refuse_if_served("address")?;
-        self.addresses = Some(addresses);
+        (self.spec, self.has_addresses) = (spec, true);
         Ok(())
     }
 
     pub fn set_base(&mut self, base: u32) -> Result<(), Error> {
         self.refuse_if_served("base")?;
-        self.base = base;
+        self.spec.base = base;
         Ok(())
     }
 
@@ -143,17 +143,15 @@ impl Vring {
         let has = |feature: u64| context.features & feature != 0;
         // Without protocol features, a front end cannot enable rings.
         let enabled = self.enabled.unwrap_or(!has(F_PROTOCOL_FEATURES));
-        let can_start = self.started && enabled && self.size > 0 && !self.is_served();
-        let Some(addresses) = self.addresses.as_ref().filter(|_| can_start) else { return Ok(()) };
+        let is_described = self.spec.size > 0 && self.has_addresses;
+        if !self.started || !enabled || !is_described || self.is_served() {
+            return Ok(());
+        }
         let spec = RingSpec {
-            size: self.size as u16,
             packed: has(feature::RING_PACKED),
             event_idx: has(feature::RING_EVENT_IDX),
             indirect: has(feature::RING_INDIRECT_DESC),
-            descriptors: addresses.descriptors,
-            driver_area: addresses.available,
-            device_area: addresses.used,
-            base: self.base,
+            ..self.spec
         };
         let queue = |region: &Arc<InflightRegion>| {
             let queue = region.queue(self.index as u16, spec.size, spec.packed);
@@ -161,7 +159,7 @@ impl Vring {
         };
         let record = context.inflight.as_ref().map(queue).transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| e.to_string())?;
-        let status = Arc::new(RingStatus::new(self.index, spec.size, self.base));
+        let status = Arc::new(RingStatus::new(self.index, spec.size, spec.base));
         let (kick, shared) = (self.kick.clone(), shared.clone());
         let start = VringStart { ring, kick, shared: shared.clone(), status: status.clone(), context };
         let engine = shared.engines[shared.engine_of(self.index)].clone();
@@ -180,7 +178,7 @@ impl Vring {
     pub fn stop_for_base(&mut self) -> u32 {
         self.stop();
         (self.started, self.kick) = (false, None);
-        self.base
+        self.spec.base
     }
 
     /// Stops the ring and resets its description, but keeps the descriptor for errors.
@@ -222,7 +220,7 @@ pub fn stop_all(vrings: &mut [Vring]) {
     for (vring, mut serving, stopping) in stopping {
         stopping.wait();
         // Acquire: pairs with the store of the source.
-        vring.base = serving.status.base.load(Acquire);
+        vring.spec.base = serving.status.base.load(Acquire);
         vring.rejections.extend(serving.take_rejection());
     }
 }

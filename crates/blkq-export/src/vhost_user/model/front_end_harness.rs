@@ -53,7 +53,7 @@ impl FrontEnd {
         let bytes = u64::from_ne_bytes(reply[12..20].try_into().unwrap());
         this.send(code::SET_INFLIGHT_FD, &[bytes, 0, area[2]], &[file.unwrap().as_fd()]);
         this.send(code::SET_VRING_NUM, &[u64::from(SIZE) << 32], &[]);
-        let spec = this.driver.spec.clone();
+        let spec = this.driver.spec;
         this.send(code::SET_VRING_ADDR, &[0, spec.descriptors, spec.device_area, spec.driver_area, 0], &[]);
         let error = this.error.try_clone().unwrap();
         this.send(code::SET_VRING_ERR, &[0], &[error.as_fd()]);

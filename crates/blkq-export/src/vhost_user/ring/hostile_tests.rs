@@ -234,9 +234,9 @@ fn rings_outside_of_guest_memory_are_rejected() {
         let bad = [0, 1, RINGS, end, end - 2, u64::MAX, u64::MAX - 1, !15, good.descriptors + 1];
         for address in bad {
             let parts = [
-                ("descriptors", RingSpec { descriptors: address, ..good.clone() }),
-                ("driver area", RingSpec { driver_area: address, ..good.clone() }),
-                ("device area", RingSpec { device_area: address, ..good.clone() }),
+                ("descriptors", RingSpec { descriptors: address, ..good }),
+                ("driver area", RingSpec { driver_area: address, ..good }),
+                ("device area", RingSpec { device_area: address, ..good }),
             ];
             for (part, spec) in parts {
                 let refused = open(&guest, &spec).err();
@@ -244,11 +244,11 @@ fn rings_outside_of_guest_memory_are_rejected() {
             }
         }
         for size in if packed { vec![0, 0x8001, 0xffff] } else { vec![0, 3, 12, 0xffff] } {
-            let spec = RingSpec { size, ..good.clone() };
+            let spec = RingSpec { size, ..good };
             assert_eq!(open(&guest, &spec).err(), Some(RingError::Size { size: size.into() }));
         }
         // A ring that does not end in its region.
-        let spec = RingSpec { size: 1 << 15, ..good.clone() };
+        let spec = RingSpec { size: 1 << 15, ..good };
         assert!(matches!(open(&guest, &spec), Err(RingError::Unmapped { part: "descriptors", .. })));
     }
     let guest = guest();
@@ -391,7 +391,7 @@ fn a_record_of_another_ring_is_rejected() {
     let guest = guest();
     let driver = Driver::new(&guest, RINGS, SIZE, false, false);
     Ring::new(Arc::clone(&guest.memory), &driver.spec, region.queue(0, SIZE, false)).unwrap();
-    let small = RingSpec { size: 4, ..driver.spec.clone() };
+    let small = RingSpec { size: 4, ..driver.spec };
     let refused = Ring::new(Arc::clone(&guest.memory), &small, region.queue(0, 4, false)).err();
     assert!(matches!(refused, Some(RingError::Inflight { .. })), "{refused:?}");
     assert!(InflightRegion::create(0, 8, false).is_err() && InflightRegion::create(1, 0, false).is_err());
@@ -478,7 +478,7 @@ fn a_guest_that_writes_at_random_harms_only_itself() {
             // A ring that broke a rule has stopped. The guest starts it again.
             std::thread::yield_now();
             let base = if packed { spec.base } else { guest.get16(USED + 2).into() };
-            let mut ring = open(&guest, &RingSpec { base, ..spec.clone() }).unwrap();
+            let mut ring = open(&guest, &RingSpec { base, ..spec }).unwrap();
             let mut in_flight = Vec::new();
             for turn in 0..64 {
                 let Ok(head) = ring.pop(&mut chain) else { break };

@@ -179,7 +179,7 @@ impl Model {
     }
 
     fn restart(&mut self, base: u32) {
-        let spec = RingSpec { base, ..self.driver.spec.clone() };
+        let spec = RingSpec { base, ..self.driver.spec };
         let queue = self.region.as_ref().and_then(|region| region.queue(0, spec.size, spec.packed));
         self.ring = Ring::new(Arc::clone(&self.guest.memory), &spec, queue).unwrap();
         self.asleep = false;

@@ -194,7 +194,7 @@ impl FrontEnd {
             let ring = &mut machine.rings[index];
             ring.served = true;
             let base = ring.base.take().unwrap_or_else(|| ring.driver.used_position());
-            (ring.driver.spec.clone(), base, ring.kick.try_clone().unwrap(), ring.call.try_clone().unwrap())
+            (ring.driver.spec, base, ring.kick.try_clone().unwrap(), ring.call.try_clone().unwrap())
         });
         self.send(code::SET_VRING_NUM, &words(&[ring, spec.size.into()]), &[]);
         self.send(code::SET_VRING_BASE, &words(&[ring, base]), &[]);
