@@ -1,4 +1,4 @@
-//! What both kinds of ring have in common: parts in memory, descriptors, indirect tables and event indexes.
+//! The code that both kinds of ring share: parts in memory, descriptors, indirect tables and event indexes.
 
 use std::sync::Arc;
 

@@ -16,7 +16,8 @@ use super::abi::feature;
 use super::harness::{Driver, Guest};
 use super::message::VringAddresses;
 use super::shared::Shared;
-use super::vring::{RingContext, Vring};
+use super::source::RingContext;
+use super::vring::Vring;
 #[cfg(loom)]
 use loom::thread;
 #[cfg(shuttle)]

@@ -23,9 +23,10 @@ use super::message::{
 };
 use super::registration::RegisteredTables;
 use super::shared::{Shared, VRINGS_MAX};
+use super::source::RingContext;
 use super::status::Event;
 use super::untrusted_fd::UntrustedFd;
-use super::vring::{RingContext, Vring, stop_all};
+use super::vring::{Vring, stop_all};
 use crate::sync::atomic::Ordering::SeqCst;
 
 /// A bit in the status of a virtio device: the driver must reset the device (virtio 1.2, 2.1).

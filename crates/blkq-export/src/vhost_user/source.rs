@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use blkq::trace::TraceClient;
@@ -24,11 +25,12 @@ use super::abi::{S_IOERR, S_OK};
 use super::bounce::{copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
+use super::inflight::InflightRegion;
+use super::memory::GuestMemory;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
 use super::shared::Shared;
 use super::status::{RingStatus, VhostUserCounters};
-use super::vring::RingContext;
 
 // Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
@@ -38,6 +40,16 @@ const POLL_NS: u64 = 1_000_000;
 /// While this number of bytes is in bounce buffers, a ring takes no requests. Otherwise a guest with little
 /// memory could make this process allocate much, with many requests that name the same memory.
 const BOUNCED_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
+
+pub struct RingContext {
+    /// The table of guest memory for the engine of the ring.
+    pub memory: Arc<GuestMemory>,
+    /// The features of virtio that the driver has acknowledged.
+    pub features: u64,
+    pub inflight: Option<Arc<InflightRegion>>,
+    pub write_through: Arc<AtomicBool>,
+    pub peer: Arc<str>,
+}
 
 pub struct VringStart {
     pub ring: Ring,
@@ -70,12 +82,6 @@ struct Slot {
     bounced: Option<Data>,
 }
 
-struct CopyOut {
-    slot: u64,
-    guest: Data,
-    buffer: IoBuffer,
-}
-
 pub struct VringSource {
     start: VringStart,
     parser: Parser,
@@ -83,8 +89,8 @@ pub struct VringSource {
     slots: Slots<Slot>,
     submissions: Submissions,
     bounces: BufferPool,
-    /// Completed reads whose data must be copied to the guest.
-    copies: VecDeque<CopyOut>,
+    /// Completed reads whose data must be copied to the guest: the slot, the guest's memory and the data.
+    copies: VecDeque<(u64, Data, IoBuffer)>,
     work: TurnWork,
     counters: VhostUserCounters,
     /// There may be requests for which the driver will not kick.
@@ -160,14 +166,18 @@ impl VringSource {
         !self.rejected && !self.engine_exits && self.start.ring.has_recovered()
     }
 
-    /// Takes the available requests; a source that stops takes only recovered ones. The budget is needed
-    /// because the guest chooses the number of descriptors, because many requests may share an indirect
+    /// Whether the source still takes requests: one that stops takes only recovered requests.
+    fn takes_requests(&self) -> bool {
+        !self.rejected && !self.stopping || self.has_recovered()
+    }
+
+    /// Takes the available requests. The budget is needed because the guest chooses the number of descriptors, because many requests may share an indirect
     /// table, and because requests that complete immediately are not limited by the depth of the queue.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
             let full = self.submissions.requeued() > 0 || self.bounces.used_bytes() >= BOUNCED_MAX_BYTES;
-            if self.rejected || full || self.stopping && !self.has_recovered() {
+            if full || !self.takes_requests() {
                 return;
             }
             if self.work.is_over() {
@@ -294,7 +304,7 @@ impl VringSource {
     /// Copies data of completed reads to the guest, as far as the turn's budget allows.
     fn copy_reads(&mut self) {
         while !self.work.is_over()
-            && let Some(CopyOut { slot: number, guest, buffer }) = self.copies.pop_front()
+            && let Some((number, guest, buffer)) = self.copies.pop_front()
         {
             let bytes = self.slots.get(number).map_or(0, |slot| slot.bytes as usize);
             copy_out(&buffer[..bytes], &guest);
@@ -401,7 +411,7 @@ unsafe impl Source for VringSource {
         }
         match (slot.bounced.take(), completion.data) {
             (Some(guest), Data::Buffer(buffer)) if slot.read && completion.result.is_ok() => {
-                return self.copies.push_back(CopyOut { slot: number, guest, buffer });
+                return self.copies.push_back((number, guest, buffer));
             }
             (Some(guest), Data::Buffer(buffer)) => {
                 self.bounces.put(buffer);
@@ -428,11 +438,9 @@ unsafe impl Source for VringSource {
         self.submissions.resubmit(cx);
         self.copy_reads();
         self.publish();
-        if !self.stopping || self.has_recovered() {
-            self.take_requests(cx);
-            // Publishes requests that needed no bio.
-            self.publish();
-        }
+        self.take_requests(cx);
+        // Publishes requests that needed no bio.
+        self.publish();
         if !self.stopping {
             if self.start.kick.is_none() {
                 self.next_poll_ns = cx.now_ns() + POLL_NS;
@@ -450,16 +458,10 @@ unsafe impl Source for VringSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        if !self.copies.is_empty() {
+        if !self.copies.is_empty() || self.may_have_more && self.takes_requests() {
             return Some(0);
         }
-        if self.rejected || self.stopping && !self.has_recovered() {
-            return None;
-        }
-        if self.may_have_more {
-            return Some(0);
-        }
-        if self.stopping {
+        if self.rejected || self.stopping {
             return None;
         }
         let poll_ns = self.start.kick.is_none().then_some(self.next_poll_ns);

@@ -2,30 +2,18 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
 
 use blkq::{EngineHandle, Error, SourceId, StoppingSource};
 
 use super::abi::feature;
 use super::inflight::InflightRegion;
-use super::memory::GuestMemory;
 use super::message::{F_PROTOCOL_FEATURES, VringAddresses, refuse};
 use super::ring::{RING_SIZE_MAX, Ring, RingSpec};
 use super::shared::Shared;
-use super::source::{CallChanged, VringSource, VringStart};
+use super::source::{CallChanged, RingContext, VringSource, VringStart};
 use super::status::RingStatus;
 use super::untrusted_fd::{CallFile, UntrustedFd};
-
-pub struct RingContext {
-    /// The table of guest memory for the engine of the ring.
-    pub memory: Arc<GuestMemory>,
-    /// The features of virtio that the driver has acknowledged.
-    pub features: u64,
-    pub inflight: Option<Arc<InflightRegion>>,
-    pub write_through: Arc<AtomicBool>,
-    pub peer: Arc<str>,
-}
 
 struct Serving {
     shared: Arc<Shared>,
@@ -47,7 +35,7 @@ impl Serving {
 #[derive(Default)]
 pub struct Vring {
     index: u32,
-    /// What the front end has described. The features are only known when the ring starts.
+    /// The features are known only when the ring starts.
     spec: RingSpec,
     has_addresses: bool,
     /// The front end has sent SET_VRING_KICK since the ring was stopped.
