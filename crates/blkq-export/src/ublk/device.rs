@@ -88,16 +88,19 @@ fn has_kernel_buffers(engines: &[EngineHandle], requests: u16) -> bool {
     engines.iter().all(|engine| engine.kernel_buffers() >= requests)
 }
 
-fn check_threads(kernel: Features, threads_per_queue: u16) -> Result<(), Error> {
-    match threads_per_queue {
-        0 => Err(Error::new(ErrorKind::Invalid, "ublk: each queue needs at least 1 thread")),
-        1 => Ok(()),
-        _ if kernel.contains(Features::PER_IO_DAEMON) => Ok(()),
-        _ => Err(Error::new(
-            ErrorKind::Unsupported,
-            "several threads for each ublk queue need Linux 6.16 or newer",
-        )),
-    }
+/// Opens the control device, reads the features of the driver, and checks that each queue can have
+/// `threads_per_queue` threads.
+fn open_control(threads_per_queue: u16) -> Result<(ControlDevice, Features), Error> {
+    let mut control = ControlDevice::open()?;
+    let kernel = control.features()?;
+    let (kind, message) = match threads_per_queue {
+        0 => (ErrorKind::Invalid, "ublk: each queue needs at least 1 thread"),
+        2.. if !kernel.contains(Features::PER_IO_DAEMON) => {
+            (ErrorKind::Unsupported, "several threads for each ublk queue need Linux 6.16 or newer")
+        }
+        _ => return Ok((control, kernel)),
+    };
+    Err(Error::new(kind, message))
 }
 
 impl UblkDevice {
@@ -111,9 +114,7 @@ impl UblkDevice {
         let UblkOptions { identity, recoverable, partscan, copy, threads_per_queue, .. } = options;
         let UblkOptions { mut setup, users, failure_event, .. } = options;
         let limits = disk.limits();
-        let mut control = ControlDevice::open()?;
-        let kernel = control.features()?;
-        check_threads(kernel, threads_per_queue)?;
+        let (mut control, kernel) = open_control(threads_per_queue)?;
         let depth = disk.settings().depth.min(QUEUE_DEPTH_MAX);
         let buffers = has_kernel_buffers(engines, depth.div_ceil(threads_per_queue));
         let (copy, because) = CopyMode::choose(copy, kernel, control.is_privileged(), buffers, &limits)?;
@@ -167,9 +168,7 @@ impl UblkDevice {
         (setup, users): (SetupProcess, IdleWatch),
         failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
-        let mut control = ControlDevice::open()?;
-        let kernel = control.features()?;
-        check_threads(kernel, threads_per_queue)?;
+        let (mut control, kernel) = open_control(threads_per_queue)?;
         let path = identity.path();
         let mismatch = |why: &str| Err(Error::new(ErrorKind::Mismatch, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else {
