@@ -19,12 +19,12 @@ pub enum CopyMode {
 }
 
 impl CopyMode {
-    /// The name of the mode in messages.
-    fn name(self) -> &'static str {
+    /// The name of the mode in messages, and how it treats the data.
+    fn texts(self) -> (&'static str, &'static str) {
         match self {
-            CopyMode::Kernel => "kernel",
-            CopyMode::User => "user",
-            CopyMode::None => "none",
+            CopyMode::Kernel => ("kernel", "copied by the kernel"),
+            CopyMode::User => ("user", "copied by the daemon"),
+            CopyMode::None => ("none", "not copied"),
         }
     }
 
@@ -77,18 +77,16 @@ impl CopyMode {
         match obstacle(mode) {
             None => Ok((mode, None)),
             why if wanted.is_none() => Ok((CopyMode::Kernel, why)),
-            Some(why) => Err(Error::new(ErrorKind::Unsupported, format!("copy mode {}: {why}", mode.name()))),
+            Some(why) => {
+                Err(Error::new(ErrorKind::Unsupported, format!("copy mode {}: {why}", mode.texts().0)))
+            }
         }
     }
 }
 
 impl fmt::Display for CopyMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            CopyMode::Kernel => "copied by the kernel",
-            CopyMode::User => "copied by the daemon",
-            CopyMode::None => "not copied",
-        })
+        f.write_str(self.texts().1)
     }
 }
 

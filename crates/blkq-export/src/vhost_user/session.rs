@@ -298,15 +298,14 @@ impl Session {
     /// Registers the memory, if this is enabled. Memory that does not fit the limits is served unregistered.
     fn register_memory(&mut self) {
         let Some(tables) = &mut self.registered else { return };
-        let registered = match tables.replace(&self.memory) {
-            Ok(()) => Some(Ok(self.memory.bytes())).filter(|_| self.memory.bytes() > 0),
-            Err(error) => {
-                let reason = error.to_string();
-                self.shared.registry.report(&self.peer, Event::MemoryUnregistered(reason.clone()));
-                Some(Err(reason))
-            }
-        };
-        self.shared.registry.update(|front_end| front_end.registered_memory = registered);
+        let registered = tables.replace(&self.memory).map_err(|e| e.to_string());
+        if let Err(reason) = &registered {
+            self.shared.registry.report(&self.peer, Event::MemoryUnregistered(reason.clone()));
+        }
+        let registered = registered.map(|()| self.memory.bytes());
+        self.shared.registry.update(|front_end| {
+            front_end.registered_memory = Some(registered).filter(|registered| *registered != Ok(0));
+        });
     }
 
     fn stop_rings(&mut self) {

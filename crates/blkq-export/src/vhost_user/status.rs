@@ -1,5 +1,6 @@
 //! The status of a device for its owner: the front end, its rings, counters, and events for the log.
 
+use std::collections::BTreeMap;
 use std::mem::discriminant;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -144,14 +145,14 @@ struct FrontEnd {
     /// others have their default values.
     info: FrontEndInfo,
     since: Instant,
-    /// The last status of each ring that was started.
-    rings: Vec<Arc<RingStatus>>,
+    /// The last status of each ring that was started, by the index of the ring.
+    rings: BTreeMap<u32, Arc<RingStatus>>,
 }
 
 impl FrontEnd {
     fn counters(&self) -> VhostUserCounters {
         let mut sum = self.info.counters;
-        self.rings.iter().for_each(|ring| sum += ring.published.load());
+        self.rings.values().for_each(|ring| sum += ring.published.load());
         sum
     }
 }
@@ -202,7 +203,7 @@ impl Registry {
         state.sum.connections += 1;
         let (id, peer) = (state.sum.connections, peer.to_owned());
         let info = FrontEndInfo { id, peer, ..FrontEndInfo::default() };
-        state.front_end = Some(FrontEnd { info, since: Instant::now(), rings: Vec::new() });
+        state.front_end = Some(FrontEnd { info, since: Instant::now(), rings: BTreeMap::new() });
         true
     }
 
@@ -229,12 +230,9 @@ impl Registry {
     pub fn add_ring(&self, ring: &Arc<RingStatus>) {
         let mut state = lock(&self.state);
         let Some(front_end) = &mut state.front_end else { return };
-        if let Some(at) = front_end.rings.iter().position(|other| other.index == ring.index) {
-            let before = front_end.rings.remove(at);
+        if let Some(before) = front_end.rings.insert(ring.index, ring.clone()) {
             front_end.info.counters += before.published.load();
         }
-        front_end.rings.push(ring.clone());
-        front_end.rings.sort_by_key(|ring| ring.index);
     }
 
     pub fn report(&self, peer: &str, event: Event) {
@@ -286,7 +284,7 @@ impl Registry {
     pub fn front_end(&self) -> Option<FrontEndInfo> {
         let state = lock(&self.state);
         let front_end = state.front_end.as_ref()?;
-        let rings: Vec<RingInfo> = front_end.rings.iter().map(|ring| ring.info()).collect();
+        let rings: Vec<RingInfo> = front_end.rings.values().map(|ring| ring.info()).collect();
         Some(FrontEndInfo {
             age: front_end.since.elapsed(),
             in_flight: rings.iter().map(|ring| ring.in_flight).sum(),
