@@ -237,7 +237,7 @@ fn only_the_ring_that_breaks_a_rule_is_stopped() {
     rustix::io::read(&error, &mut [0; 8]).unwrap();
     assert_eq!(front.connection.ask(GET_STATUS, &[]).number(), 0x40, "it needs a reset");
     let rings = served.device.front_end().unwrap().rings;
-    assert!(rings[0].rejected.is_some() && rings[1].rejected.is_none());
+    assert!(rings[0].1.is_some() && rings[1].1.is_none());
     // The other ring is served; after a reset both are.
     assert_eq!(front.run(1, OUT, 0, DATA, 512), 0);
     front.connection.done(RESET_DEVICE, &[], &[]);
@@ -399,7 +399,7 @@ fn a_driver_may_use_larger_rings_than_its_record_is_for() {
             // Enough requests to use each descriptor.
             (0..SIZE).for_each(|_| assert_eq!(front.run(ring, 1, 0, DATA, 512), 0));
         }
-        assert_eq!(served.device.front_end().unwrap().rings[1].rejected, None);
+        assert_eq!(served.device.front_end().unwrap().rings[1].1, None);
         // The next daemon recognizes the size of the record.
         served.device.stop(true).unwrap();
         let next = serve(ram(), 1);

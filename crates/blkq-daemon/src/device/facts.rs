@@ -161,12 +161,9 @@ fn guest_info(front_end: &FrontEndInfo) -> ClientInfo {
 
 /// Describes the rings that were stopped because of their contents.
 fn rejected_rings(front_end: &FrontEndInfo) -> impl Iterator<Item = String> {
-    front_end.rings.iter().filter_map(|ring| {
-        let reason = ring.rejected.as_ref()?;
-        Some(format!(
-            "ring {} of the virtual machine was stopped: {reason}; reset the virtio device",
-            ring.index
-        ))
+    front_end.rings.iter().filter_map(|(ring, rejected)| {
+        let reason = rejected.as_ref()?;
+        Some(format!("ring {ring} of the virtual machine was stopped: {reason}; reset the virtio device"))
     })
 }
 

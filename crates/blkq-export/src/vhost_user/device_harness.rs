@@ -65,7 +65,7 @@ impl Device {
 
     /// Why a ring was rejected, if one was.
     pub fn rejection(&self) -> Option<String> {
-        self.shared.registry.front_end()?.rings.into_iter().find_map(|ring| ring.rejected)
+        self.shared.registry.front_end()?.rings.into_iter().find_map(|(_, rejected)| rejected)
     }
 
     /// The counters of all rings.

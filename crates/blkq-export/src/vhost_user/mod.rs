@@ -55,7 +55,7 @@ mod wakeup;
 
 pub use device::{StoppingDevice, VhostUserDevice, VhostUserOptions};
 pub use registration::RegistrationLimits;
-pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
+pub use status::{Event, FrontEndInfo, Paused, Report, VhostUserCounters};
 
 /// The interface of simulations and fuzz targets: a device, and the guest of the unit tests.
 #[cfg(any(test, simulation, fuzz_interface))]

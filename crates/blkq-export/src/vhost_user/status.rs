@@ -45,30 +45,15 @@ counters! {
     }
 }
 
-/// The current state of a ring that is or was served.
-#[derive(Clone, Debug)]
-pub struct RingInfo {
-    /// The index of the ring.
-    pub index: u32,
-    /// The number of descriptors of the ring.
-    pub size: u16,
-    /// The number of requests in flight.
-    pub in_flight: u64,
-    /// Why the ring was rejected, if it was.
-    pub rejected: Option<String>,
-}
-
 /// The current state of the connected front end.
 #[derive(Clone, Default, Debug)]
 pub struct FrontEndInfo {
-    /// Front ends are numbered from 1.
-    pub id: u64,
     /// The process, such as `pid 123, uid 0`. The pid is 0 if the process is not in this PID namespace.
     pub peer: String,
     /// Time since the front end connected.
     pub age: Duration,
-    /// The rings that were started, in the order of their indexes.
-    pub rings: Vec<RingInfo>,
+    /// The indexes of the rings that were started, in ascending order, and why each was rejected, if it was.
+    pub rings: Vec<(u32, Option<String>)>,
     /// The sum of the counters of all rings.
     pub counters: VhostUserCounters,
     /// The number of requests in flight.
@@ -111,7 +96,6 @@ pub struct Report {
 #[derive(Default)]
 pub(super) struct RingStatus {
     pub index: u32,
-    pub size: u16,
     published: PublishedCounters,
     in_flight: AtomicU64,
     /// The position at which the ring continues. Valid when its source has stopped.
@@ -120,23 +104,14 @@ pub(super) struct RingStatus {
 }
 
 impl RingStatus {
-    pub fn new(index: u32, size: u16, base: u32) -> RingStatus {
-        RingStatus { index, size, base: AtomicU32::new(base), ..RingStatus::default() }
+    pub fn new(index: u32, base: u32) -> RingStatus {
+        RingStatus { index, base: AtomicU32::new(base), ..RingStatus::default() }
     }
 
     /// Stores `counters` and the number of requests in flight for other threads.
     pub fn publish(&self, counters: &VhostUserCounters, in_flight: usize) {
         self.published.store(counters);
         self.in_flight.store(in_flight as u64, Relaxed);
-    }
-
-    fn info(&self) -> RingInfo {
-        RingInfo {
-            index: self.index,
-            size: self.size,
-            in_flight: self.in_flight.load(Relaxed),
-            rejected: self.rejected.get().cloned(),
-        }
     }
 }
 
@@ -201,8 +176,7 @@ impl Registry {
             return false;
         }
         state.sum.connections += 1;
-        let (id, peer) = (state.sum.connections, peer.to_owned());
-        let info = FrontEndInfo { id, peer, ..FrontEndInfo::default() };
+        let info = FrontEndInfo { peer: peer.to_owned(), ..FrontEndInfo::default() };
         state.front_end = Some(FrontEnd { info, since: Instant::now(), rings: BTreeMap::new() });
         true
     }
@@ -284,11 +258,11 @@ impl Registry {
     pub fn front_end(&self) -> Option<FrontEndInfo> {
         let state = lock(&self.state);
         let front_end = state.front_end.as_ref()?;
-        let rings: Vec<RingInfo> = front_end.rings.values().map(|ring| ring.info()).collect();
+        let rings = front_end.rings.values();
         Some(FrontEndInfo {
             age: front_end.since.elapsed(),
-            in_flight: rings.iter().map(|ring| ring.in_flight).sum(),
-            rings,
+            in_flight: rings.clone().map(|ring| ring.in_flight.load(Relaxed)).sum(),
+            rings: rings.map(|ring| (ring.index, ring.rejected.get().cloned())).collect(),
             counters: front_end.counters(),
             ..front_end.info.clone()
         })
@@ -309,7 +283,7 @@ mod tests {
         assert!(paused.is_some() && !registry.admit("c"));
         drop(paused);
         assert!(registry.admit("d"));
-        assert_eq!(registry.front_end().unwrap().id, 2);
+        assert_eq!(registry.front_end().unwrap().peer, "d");
         registry.leave();
         assert!(registry.close_if(|front_end| front_end.is_none()) && !registry.admit("e"));
         let counters = registry.counters();
@@ -332,7 +306,7 @@ mod tests {
         let registry = Registry::new(None, None);
         assert!(registry.admit("a"));
         for (index, requests) in [(0, 5), (1, 7), (0, 2)] {
-            let ring = Arc::new(RingStatus::new(index, 4, 0));
+            let ring = Arc::new(RingStatus::new(index, 0));
             registry.add_ring(&ring);
             ring.publish(&VhostUserCounters { requests, ..VhostUserCounters::default() }, 1);
         }

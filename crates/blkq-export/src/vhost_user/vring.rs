@@ -147,7 +147,7 @@ impl Vring {
         };
         let record = context.inflight.as_ref().map(queue).transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| e.to_string())?;
-        let status = Arc::new(RingStatus::new(self.index, spec.size, spec.base));
+        let status = Arc::new(RingStatus::new(self.index, spec.base));
         let (kick, shared) = (self.kick.clone(), shared.clone());
         let start = VringStart { ring, kick, shared: shared.clone(), status: status.clone(), context };
         let engine = shared.engines[shared.engine_of(self.index)].clone();
