@@ -25,7 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();
 
     let options = VhostUserOptions { serial: "example".into(), ..VhostUserOptions::default() };
-    let server = VhostUserDevice::start(Listen::Unix(socket.into()), options, &disk, &handles)?;
+    let server = VhostUserDevice::listen(Listen::Unix(socket.into()), options, &disk, &handles)?;
+    server.serve()?;
     println!("{}", server.uri());
 
     std::io::stdin().read_to_end(&mut Vec::new())?;

@@ -68,11 +68,10 @@ fn a_turn_reads_no_more_descriptors_than_its_budget() {
     let engines = nbd::engines(&disk);
     let engine = engines[0].handle();
     let path = vhost::unique("sock");
-    let start = || {
-        let handles = [engine.clone()];
-        VhostUserDevice::start(Listen::Unix(path.clone()), VhostUserOptions::default(), &disk, &handles)
-    };
-    let device = Arc::new(start().unwrap());
+    let (listen, options) = (Listen::Unix(path.clone()), VhostUserOptions::default());
+    let device = VhostUserDevice::listen(listen, options, &disk, &[engine.clone()]).unwrap();
+    device.serve().unwrap();
+    let device = Arc::new(device);
     let mut front = FrontEnd::started(&path, FEATURES | F_INDIRECT, 1);
     let counted = device.clone();
     let most = probe(engine, move || counted.counters().requests);

@@ -179,10 +179,9 @@ impl Watch<'_> {
                     self.nodes = None;
                     None
                 }
-                Use::Claimed | Use::Unknown => Some(IDLE_INTERVAL),
-                Use::Open if !self.used => Some(IDLE_INTERVAL),
                 // inotify(7) will report the close.
-                Use::Open => None,
+                Use::Open if self.used => None,
+                Use::Claimed | Use::Open | Use::Unknown => Some(IDLE_INTERVAL),
                 Use::Unused if !self.used => None,
                 Use::Unused => {
                     let rest = IDLE_INTERVAL.saturating_sub(last_event.elapsed());

@@ -15,7 +15,7 @@ use super::shared::Shared;
 use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::listener::{Listen, Listener, SocketAccess};
 
-/// The options of a device that [`VhostUserDevice::start`] creates.
+/// The options of a device.
 #[derive(Clone, Debug, Default)]
 pub struct VhostUserOptions {
     /// The serial number. Guests see the first 20 bytes.
@@ -49,20 +49,8 @@ pub struct VhostUserDevice {
 }
 
 impl VhostUserDevice {
-    /// Serves `disk` on `engines`, one for each queue, to front ends that connect to `listen`. Fails as
-    /// [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`] do.
-    pub fn start(
-        listen: Listen,
-        options: VhostUserOptions,
-        disk: &Arc<Disk>,
-        engines: &[EngineHandle],
-    ) -> Result<VhostUserDevice, Error> {
-        let device = VhostUserDevice::listen(listen, options, disk, engines)?;
-        device.serve()?;
-        Ok(device)
-    }
-
-    /// As [`VhostUserDevice::start`], but front ends are not served until [`VhostUserDevice::serve`].
+    /// Creates a device that serves `disk` on `engines`, one for each queue, to front ends that connect to
+    /// `listen`. They can connect, but are not served until [`VhostUserDevice::serve`].
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if another process listens on the socket, [`ErrorKind::Invalid`] without engines

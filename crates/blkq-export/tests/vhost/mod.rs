@@ -87,7 +87,8 @@ fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<Registrati
         register_memory,
         ..VhostUserOptions::default()
     };
-    let device = VhostUserDevice::start(Listen::Unix(path.clone()), options, &disk, &handles).unwrap();
+    let device = VhostUserDevice::listen(Listen::Unix(path.clone()), options, &disk, &handles).unwrap();
+    device.serve().unwrap();
     Served { device, path, disk, _engines: engines }
 }
 
