@@ -69,7 +69,7 @@ fn a_turn_reads_no_more_descriptors_than_its_budget() {
     let engine = engines[0].handle();
     let path = vhost::unique("sock");
     let (listen, options) = (Listen::Unix(path.clone()), VhostUserOptions::default());
-    let device = VhostUserDevice::listen(listen, options, &disk, &[engine.clone()]).unwrap();
+    let device = VhostUserDevice::listen(listen, options, &disk, std::slice::from_ref(engine)).unwrap();
     device.serve().unwrap();
     let device = Arc::new(device);
     let mut front = FrontEnd::started(&path, FEATURES | F_INDIRECT, 1);

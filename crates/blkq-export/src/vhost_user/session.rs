@@ -259,10 +259,13 @@ impl Session {
         self.writeback && (self.features == 0 || self.features & feature::FLUSH != 0)
     }
 
-    fn record_write_cache(&self) {
+    /// Sets and records the driver's setting of the write cache.
+    fn set_writeback(&mut self, writeback: bool) {
+        self.writeback = writeback;
         if let Some(region) = &self.inflight {
-            region.set_write_cache(self.writeback);
+            region.set_write_cache(writeback);
         }
+        self.update_write_through();
     }
 
     fn start_ring(&mut self, index: u32) {
@@ -345,9 +348,7 @@ impl Session {
         let ConfigRange { offset, size, flags } = range;
         match (bytes, flags) {
             (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
-                self.writeback = value == 1;
-                self.record_write_cache();
-                self.update_write_through();
+                self.set_writeback(value == 1);
                 Ok(())
             }
             _ => {
@@ -376,15 +377,13 @@ impl Session {
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         let queue_size = InflightRegion::stored_size(size, queues, queue_size, packed);
         let file = file.into_memory()?;
-        self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
-        self.shared.registry.update(|front_end| front_end.recorded = true);
+        let region = InflightRegion::open(file, offset, size, queues, queue_size, packed)?;
         // An earlier daemon of this front end may have recorded the driver's setting of the write cache. The
         // front end does not send it again.
-        match self.inflight.as_ref().and_then(|region| region.write_cache()) {
-            Some(writeback) => self.writeback = writeback,
-            None => self.record_write_cache(),
-        }
-        self.update_write_through();
+        let writeback = region.write_cache().unwrap_or(self.writeback);
+        self.inflight = Some(Arc::new(region));
+        self.shared.registry.update(|front_end| front_end.recorded = true);
+        self.set_writeback(writeback);
         Ok(())
     }
 
