@@ -34,7 +34,7 @@ pub struct RingSpec {
     pub base: u32,
 }
 
-/// The parts of a ring in the guest's memory, of which the two kinds have the same number.
+/// A ring of either kind: its three parts in the guest's memory, and the features that it is read with.
 pub struct RingParts {
     pub descriptors: Area,
     /// The available ring, or the driver's event suppression area.
@@ -55,8 +55,8 @@ impl RingParts {
     pub fn open(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<RingParts, RingError> {
         let &RingSpec { size, packed, event_idx, indirect, .. } = spec;
         let entries = usize::from(size);
-        // A flag and an index precede the entries of the available and the used ring, and an event index
-        // follows them.
+        // Flags and an index precede the entries of the available and the used ring, and an event index follows
+        // them.
         let (driver, device) = match packed {
             true => ((EVENT_BYTES, 4), (EVENT_BYTES, 4)),
             false => ((ENTRIES_AT + entries * 2 + 2, 2), (ENTRIES_AT + entries * 8 + 2, 4)),
