@@ -1,7 +1,8 @@
 //! Text for people: names and paths on a terminal, and in commands that are pasted into a shell.
 
-use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
 
 /// Replaces each byte of a control character by `\x` and two hexadecimal digits, so that a name with a
 /// newline or an escape sequence stays on its line and cannot control the terminal.
@@ -54,6 +55,28 @@ fn ansi_c(bytes: &[u8]) -> String {
 
 fn push_bytes(text: &mut String, bytes: &[u8]) {
     text.extend(bytes.iter().map(|byte| format!("\\x{byte:02x}")));
+}
+
+/// Decodes a path in which the kernel has written some bytes as a backslash and three octal digits, as it does in
+/// /proc/self/mountinfo and /proc/swaps for white space, backslashes and `#`.
+pub fn unescape_octal(text: &str) -> PathBuf {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [byte, after @ ..] = rest {
+        let octal =
+            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(escaped) => {
+                bytes.push(escaped);
+                rest = &after[3..];
+            }
+            None => {
+                bytes.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(bytes))
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@ use std::fs::{self, File, OpenOptions};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use blkq::text::unescape_octal;
 use blkq::{Error, ErrorKind};
 
 use super::file::ImageFile;
@@ -27,11 +28,11 @@ impl ImageFile {
         }
         if !self.block_device {
             // Files are mounted through a loop device, found above, except by erofs (Linux 6.12) and FUSE.
-            if let Some(mount) = mounts().find(|mount| Path::new(&mount.source) == self.path) {
-                return claimed(format!("it is mounted on {}", mount.point));
+            if let Some(mount) = mounts().find(|mount| mount.source == self.path) {
+                return claimed(format!("it is mounted on {}", mount.point.display()));
             }
             let (device, inode) = self.identity;
-            let is_image = |source: &str| {
+            let is_image = |source: &Path| {
                 fs::metadata(source).is_ok_and(|file| FileId::of(&file) == FileId::File { device, inode })
             };
             return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
@@ -133,12 +134,12 @@ fn user_of(device: u64) -> Option<String> {
 
 fn user_of_one(device: u64, directory: &str) -> Option<String> {
     // Some file systems, such as btrfs, have a device number of their own, so the source is compared as well.
-    let is_source = |source: &str| {
+    let is_source = |source: &Path| {
         source.starts_with("/dev/") && fs::metadata(source).is_ok_and(|metadata| metadata.rdev() == device)
     };
     let number = format!("{}:{}", libc::major(device), libc::minor(device));
     if let Some(mount) = mounts().find(|mount| mount.device == number || is_source(&mount.source)) {
-        return Some(format!("mounted on {}", mount.point));
+        return Some(format!("mounted on {}", mount.point.display()));
     }
     if is_swap(is_source) {
         return Some("swap space".to_owned());
@@ -147,36 +148,33 @@ fn user_of_one(device: u64, directory: &str) -> Option<String> {
     Some(format!("part of /dev/{}", holder.file_name().display()))
 }
 
-fn is_swap(is_it: impl Fn(&str) -> bool) -> bool {
-    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
-    swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|path| is_it(&unescaped(path)))
+fn is_swap(is_it: impl Fn(&Path) -> bool) -> bool {
+    let swaps = read_table("/proc/swaps");
+    swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|path| is_it(&unescape_octal(path)))
+}
+
+/// The kernel does not escape bytes that are not UTF-8. One such path must not hide the other lines of the table.
+fn read_table(path: &str) -> String {
+    String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
 }
 
 // proc_pid_mountinfo(5)
 struct Mount {
     device: String,
-    point: String,
-    source: String,
+    point: PathBuf,
+    source: PathBuf,
 }
 
 fn mounts() -> impl Iterator<Item = Mount> {
-    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mounts: Vec<Mount> = table.lines().filter_map(mount).collect();
+    let mounts: Vec<Mount> = read_table("/proc/self/mountinfo").lines().filter_map(mount).collect();
     mounts.into_iter()
 }
 
 fn mount(line: &str) -> Option<Mount> {
     let (fields, rest) = line.split_once(" - ")?;
     let mut fields = fields.split(' ').skip(2);
-    let (device, point) = (fields.next()?.to_owned(), unescaped(fields.nth(1)?));
-    Some(Mount { device, point, source: unescaped(rest.split(' ').nth(1)?) })
-}
-
-/// Replaces the octal escapes of white space and backslashes, as in proc_pid_mountinfo(5).
-fn unescaped(text: &str) -> String {
-    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
-        .into_iter()
-        .fold(text.to_owned(), |text, (escape, character)| text.replace(escape, character))
+    let (device, point) = (fields.next()?.to_owned(), unescape_octal(fields.nth(1)?));
+    Some(Mount { device, point, source: unescape_octal(rest.split(' ').nth(1)?) })
 }
 
 #[cfg(test)]
@@ -186,9 +184,10 @@ mod tests {
 
     #[test]
     fn mounts_are_read_with_their_escapes() {
-        let line = r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 shared:2 - ext4 /dev/a\134b rw";
+        let line = r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 shared:2 - ext4 /dev/\043a\134b\134043 rw";
         let Mount { device, point, source } = mount(line).unwrap();
-        assert_eq!([device, point, source], ["98:0", "/mnt 2", r"/dev/a\b"]);
+        assert_eq!((device.as_str(), point.as_path()), ("98:0", Path::new("/mnt 2")));
+        assert_eq!(source, Path::new(r"/dev/#a\b\043"));
         assert!(mount("").is_none() && mount("1 2 3:4 / - x").is_none());
     }
 }

@@ -4,9 +4,9 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use blkq::text::unescape_octal;
 use blkq::{Error, ErrorKind};
 use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount};
 use rustix::process::{configure_io_flusher_behavior, is_io_flusher};
@@ -65,7 +65,7 @@ fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
 /// The mount points of `mountinfo` (proc_pid_mountinfo(5)) that neither the system nor a path of `kept` is
 /// on, in reverse order, because mounts on top of others come later.
 fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
-    let points = mountinfo.lines().filter_map(|line| Some(unescape(line.split(' ').nth(4)?)));
+    let points = mountinfo.lines().filter_map(|line| Some(unescape_octal(line.split(' ').nth(4)?)));
     let needed = |point: &Path| {
         let system = SYSTEM.iter().any(|path| point.starts_with(path)) || point == Path::new(SETTINGS);
         system || kept.iter().any(|path| path.starts_with(point))
@@ -74,18 +74,6 @@ fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
         points.filter(|point| !needed(point) && *point != Path::new("/")).collect();
     points.reverse();
     points
-}
-
-/// Decodes a path in which the kernel has written some bytes, all backslashes among them, as a backslash and
-/// three octal digits.
-fn unescape(text: &str) -> PathBuf {
-    let mut bytes = Vec::with_capacity(text.len());
-    for (index, part) in text.split('\\').enumerate() {
-        let octal = part.get(..3).filter(|_| index > 0).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        bytes.extend(octal);
-        bytes.extend(&part.as_bytes()[if octal.is_some() { 3 } else { 0 }..]);
-    }
-    PathBuf::from(std::ffi::OsString::from_vec(bytes))
 }
 
 #[cfg(test)]
