@@ -149,7 +149,9 @@ impl Image {
     /// A read of the last bytes before `end`, after fallocate(2) has zeroed a range that ends there. If the file has
     /// become shorter, fallocate(2) does nothing beyond its end and still succeeds. Only a short read reveals this.
     fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
-        let file = cx.file(self.tail.slot(request, request.bytes()).unwrap_or(&self.slot));
+        let in_tail = self.tail.is_reached_by(request);
+        let apart = if in_tail { self.tail.slot(request, request.bytes()) } else { None };
+        let file = cx.file(apart.unwrap_or(&self.slot));
         let unit = self.end_unit(request);
         opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
     }

@@ -171,6 +171,27 @@ fn a_resize_may_set_any_number_of_bytes() {
     }
 }
 
+/// The page cache must never contain a page that direct I/O uses, because the two would be read and written apart.
+// Contract: direct-io
+#[test]
+fn zeroes_up_to_the_last_page_are_not_read_into_the_page_cache() {
+    let directory = Directory::new();
+    let path = directory.file("image");
+    std::fs::write(&path, &*pattern(9000, 1)).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let device = LoopDevice::open(&partial(&path, DirectIo::On, 512)).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    // Evicts the pages of the writes above.
+    let tag = h.write(0, vec![pattern(8192, 2)]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    let before = cached(&path).0;
+    for flags in [BioFlags::empty(), BioFlags::NO_UNMAP] {
+        let tag = h.bare(Operation::WriteZeroes, flags, 4096, 4096);
+        assert_eq!(h.run(tag).0, Ok(()));
+        assert_eq!(cached(&path).0, before, "{flags:?}");
+    }
+}
+
 #[test]
 fn without_the_option_a_partial_last_sector_is_not_served() {
     let directory = Directory::new();
