@@ -11,7 +11,7 @@ use io_uring::{opcode, squeue, types};
 use crate::image_file::ImageFile;
 
 use super::shared::{QueueSettings, SEGMENTS_MAX, Shared};
-use super::tail::{self, Tail};
+use super::tail::Tail;
 
 /// Size of the scratch buffer in bytes: the largest alignment of direct I/O, which is the largest logical block.
 const SCRATCH_BYTES: usize = 4096;
@@ -192,36 +192,34 @@ impl Image {
         let room = usize::from(SEGMENTS_MAX);
         let begin = tags[0].index() * room;
         let iovecs = &mut self.iovecs[begin..begin + room];
+        // The bytes before and after the begin of this call.
         let mut skip = done;
+        let mut left = if has_tail { self.tail.until(request, done) - done } else { u64::MAX };
         let mut count = 0;
-        let mut only = Segment::new(std::ptr::null_mut(), 0);
+        let mut last = Segment::new(std::ptr::null_mut(), 0);
         // Whether all segments are in one registered buffer.
         let mut together = true;
         for &tag in tags {
-            cx.for_each_segment(tag, |segment| {
-                if skip >= u64::from(segment.len) {
-                    skip -= u64::from(segment.len);
-                    return;
-                }
-                together &= count == 0 || only.same_registration(&segment);
-                // After a short transfer the rest may begin in the middle of a segment.
-                only = segment;
-                only.ptr = segment.ptr.wrapping_add(skip as usize);
-                only.len = segment.len - skip as u32;
-                skip = 0;
-                if let Some(place) = iovecs.get_mut(count) {
-                    place.write(libc::iovec { iov_base: only.ptr.cast(), iov_len: only.len as usize });
+            cx.for_each_segment(tag, |mut segment| {
+                let skipped = skip.min(u64::from(segment.len));
+                skip -= skipped;
+                segment.ptr = segment.ptr.wrapping_add(skipped as usize);
+                segment.len = left.min(u64::from(segment.len) - skipped) as u32;
+                left -= u64::from(segment.len);
+                if segment.len > 0
+                    && let Some(place) = iovecs.get_mut(count)
+                {
+                    place.write(libc::iovec { iov_base: segment.ptr.cast(), iov_len: segment.len as usize });
+                    together &= count == 0 || last.same_registration(&segment);
+                    last = segment;
                     count += 1;
                 }
             });
         }
-        if has_tail {
-            (count, only) = tail::cut(iovecs, count, request.bytes() - self.tail.until(request, done));
-        }
-        let Segment { ptr, len, .. } = only;
+        let Segment { ptr, len, .. } = last;
         let vectors = iovecs.as_ptr().cast();
         let is_reached = count == 1 || together && self.vectors_registered;
-        let registered = if is_reached { cx.registered_buffer(&only) } else { None };
+        let registered = if is_reached { cx.registered_buffer(&last) } else { None };
         match (read, count, registered) {
             (true, 1, Some(index)) => transfer!(ReadFixed, ptr, len, index),
             (true, 1, None) => transfer!(Read, ptr, len),

@@ -10,10 +10,9 @@
 //!
 //! A request *reaches the tail* if it extends beyond [`TailSettings::begin`].
 
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Segment, Tag};
+use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Tag};
 
 use crate::image_file::ImageFile;
 
@@ -104,25 +103,5 @@ impl Tail {
             // SAFETY: the memory of a read that has not completed is valid and ours to fill.
             unsafe { segment.ptr.add(kept).write_bytes(0, len - kept) }
         });
-    }
-}
-
-/// Shortens the call whose memory is described by the first `count` of `iovecs`, by `excess` bytes. The call must be
-/// longer than that. Returns the new count, and the last segment.
-pub(super) fn cut(
-    iovecs: &mut [MaybeUninit<libc::iovec>],
-    mut count: usize,
-    mut excess: u64,
-) -> (usize, Segment) {
-    loop {
-        // SAFETY: the caller has written the first `count`.
-        let last = unsafe { iovecs[count - 1].assume_init_mut() };
-        if excess < last.iov_len as u64 || count == 1 {
-            last.iov_len -= excess as usize;
-            let (ptr, len) = (last.iov_base.cast(), last.iov_len as u32);
-            return (count, Segment::new(ptr, len));
-        }
-        excess -= last.iov_len as u64;
-        count -= 1;
     }
 }

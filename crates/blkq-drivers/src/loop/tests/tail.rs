@@ -1,6 +1,8 @@
 //! Tests of devices whose size is not a multiple of their sector size.
 
-use blkq::{BioFlags, IoBuffer, Operation, Status};
+use std::any::Any;
+
+use blkq::{Bio, BioFlags, Data, Disk, IoBuffer, Operation, Sector, Segment, SegmentOwner, Status};
 
 use super::*;
 
@@ -132,6 +134,50 @@ fn a_file_that_lost_its_last_bytes_is_an_error() {
         assert_eq!(read(&mut h, 0, 8704), Ok(()), "{direct_io:?}");
         let tag = h.bare(Operation::WriteZeroes, BioFlags::empty(), 8704, 512);
         assert_eq!(h.run(tag).0, Err(Status::Io), "{direct_io:?}");
+    }
+}
+
+/// A buffer that is transferred as many short segments.
+struct Scattered(IoBuffer, Vec<Segment>);
+
+// SAFETY: the segments are parts of the buffer, which is not accessed while a bio carries them.
+unsafe impl SegmentOwner for Scattered {
+    fn segments(&self) -> &[Segment] {
+        &self.1
+    }
+}
+
+// Contract: complete
+#[test]
+fn a_bio_of_many_segments_is_transferred_up_to_the_last_byte() {
+    for (direct_io, length) in
+        [(DirectIo::Off, 7), (DirectIo::Off, 20), (DirectIo::Off, 512), (DirectIo::On, 512)]
+    {
+        let directory = Directory::new();
+        let path = directory.file("image");
+        let size = 80_100;
+        std::fs::write(&path, vec![0; size]).unwrap();
+        let device = LoopDevice::open(&partial(&path, direct_io, 512)).unwrap();
+        let capacity = device.limits().capacity_bytes as usize;
+        let mut queue = Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap();
+        let mut transfer = |operation, mut buffer: IoBuffer| {
+            let parts = buffer.chunks_mut(length);
+            let segments = parts.map(|part| Segment::new(part.as_mut_ptr(), part.len() as u32)).collect();
+            let data = Data::Segments(Box::new(Box::new(Scattered(buffer, segments))));
+            let sectors = capacity as u64 >> 9;
+            let bio =
+                Bio { operation, flags: BioFlags::empty(), sector: Sector(0), sectors, data, user_data: 0 };
+            queue.submit(bio).unwrap();
+            queue.wait(1);
+            let completion = queue.take_completion().unwrap();
+            assert_eq!(completion.result, Ok(()), "{direct_io:?} {length}");
+            let Data::Segments(mut owner) = completion.data else { panic!("the memory is returned") };
+            (&mut **owner as &mut dyn Any).downcast_mut::<Scattered>().unwrap().0.to_vec()
+        };
+        let mut expected = transfer(Operation::Write, pattern(capacity, 1));
+        assert_eq!(std::fs::read(&path).unwrap(), expected[..size], "{direct_io:?} {length}");
+        expected[size..].fill(0);
+        assert_eq!(transfer(Operation::Read, filled(capacity, 0xEE)), expected, "{direct_io:?} {length}");
     }
 }
 
