@@ -1,9 +1,7 @@
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::ops::RangeInclusive;
 
 use blkq::random::Random;
-use blkq::{DriverContext, Operation, Tag};
+use blkq::{Operation, Request};
 
 /// When a request of a model device completes.
 #[derive(Clone, Debug, Default)]
@@ -169,79 +167,40 @@ impl RateBucket {
     }
 }
 
-enum Rule {
-    Immediate,
-    Timer(u64),
-    Random { first: u64, span: u64, random: Random },
-    Disk { model: SeekModel, capacity: u64, head: u64, busy_until_ns: u64 },
-    RateLimited(RateBucket),
-}
+/// The time at which a request that arrives at a time completes, in nanoseconds of the same clock, and whether the arm of
+/// a modelled disk must move.
+pub(super) type Timing = Box<dyn FnMut(u64, &Request) -> (u64, bool)>;
 
-pub(super) struct Delays {
-    rule: Rule,
-    waiting: BinaryHeap<Reverse<(u64, Tag)>>,
-}
-
-impl Delays {
-    pub fn new(completion: &ModelCompletion, tags: usize, capacity: u64) -> Delays {
-        let rule = match completion {
-            ModelCompletion::Immediate => Rule::Immediate,
-            ModelCompletion::Timer(delay_ns) => Rule::Timer(*delay_ns),
-            ModelCompletion::Random(range, seed) => {
-                let span = range.end().saturating_sub(*range.start()).saturating_add(1);
-                Rule::Random { first: *range.start(), span, random: Random::new(*seed) }
-            }
-            ModelCompletion::RateLimited(model) => Rule::RateLimited(RateBucket::new(*model)),
-            ModelCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
-        };
-        Delays { rule, waiting: BinaryHeap::with_capacity(tags) }
-    }
-
-    #[inline]
-    pub fn is_immediate(&self) -> bool {
-        matches!(self.rule, Rule::Immediate)
-    }
-
-    /// Adds `tag` with the completion time of the model. Returns whether a modelled disk's arm had to move.
-    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
-        let now = cx.now_ns();
-        let mut seeks = false;
-        let due = match &mut self.rule {
-            Rule::Immediate => now,
-            Rule::Timer(delay_ns) => now + *delay_ns,
-            Rule::Random { first, span, random } => now + *first + random.below(*span),
-            Rule::RateLimited(bucket) => bucket.due_ns(now, cx.request(tag).bytes()),
-            Rule::Disk { model, capacity, head, busy_until_ns } => {
-                let request = cx.request(tag);
-                let begin = now.max(*busy_until_ns);
-                let cost = match request.operation() {
-                    // These operations do not move the arm.
-                    Operation::Flush | Operation::Discard => model.command_ns,
-                    _ => {
-                        let (offset, bytes) = (request.offset(), request.bytes());
-                        let cost = model.cost_ns(*head, offset, bytes, *capacity);
-                        seeks = *head != offset;
-                        *head = offset + bytes;
-                        cost
-                    }
-                };
-                *busy_until_ns = begin + cost;
-                *busy_until_ns
-            }
-        };
-        self.waiting.push(Reverse((due, tag)));
-        seeks
-    }
-
-    #[inline]
-    pub fn earliest_ns(&self) -> Option<u64> {
-        self.waiting.peek().map(|Reverse((due, _))| *due)
-    }
-
-    pub fn take_due(&mut self, now: u64) -> Option<Tag> {
-        self.earliest_ns().filter(|due| *due <= now)?;
-        self.waiting.pop().map(|Reverse((_, tag))| tag)
-    }
+/// The timing of a device of `capacity` bytes; `None` if requests complete immediately.
+pub(super) fn timing(completion: ModelCompletion, capacity: u64) -> Option<Timing> {
+    Some(match completion {
+        ModelCompletion::Immediate => return None,
+        ModelCompletion::Timer(delay_ns) => Box::new(move |now, _| (now + delay_ns, false)),
+        ModelCompletion::Random(range, seed) => {
+            let (first, span) =
+                (*range.start(), range.end().saturating_sub(*range.start()).saturating_add(1));
+            let mut random = Random::new(seed);
+            Box::new(move |now, _| (now + first + random.below(span), false))
+        }
+        ModelCompletion::RateLimited(model) => {
+            let mut bucket = RateBucket::new(model);
+            Box::new(move |now, request| (bucket.due_ns(now, request.bytes()), false))
+        }
+        ModelCompletion::Disk(model) => {
+            let (mut head, mut busy_until_ns) = (0, 0);
+            Box::new(move |now, request| {
+                let (offset, bytes) = (request.offset(), request.bytes());
+                // These operations do not move the arm.
+                let moves = !matches!(request.operation(), Operation::Flush | Operation::Discard);
+                let cost =
+                    if moves { model.cost_ns(head, offset, bytes, capacity) } else { model.command_ns };
+                let seeks = moves && head != offset;
+                head = if moves { offset + bytes } else { head };
+                busy_until_ns = now.max(busy_until_ns) + cost;
+                (busy_until_ns, seeks)
+            })
+        }
+    })
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 
 mod delays;
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 // Not `blkq::sync`: there is no protocol between the counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,8 +19,8 @@ use blkq::{
 use blkq::drivers::null::NullOptions;
 
 use crate::errors::invalid;
-use delays::Delays;
 pub use delays::{ModelCompletion, RateBucket, RateModel, SeekModel};
+use delays::{Timing, timing};
 
 /// The options of a model device.
 #[derive(Clone, Debug)]
@@ -85,9 +87,10 @@ impl Driver for Model {
         }
         let counters = Arc::new(Counters::default());
         queues.push(Arc::clone(&counters));
-        let delays = Delays::new(&self.options.completion, cx.tags, self.options.limits.capacity_bytes);
         let options = self.options.clone();
-        Ok(Box::new(ModelQueue { options, delays, counters, seen: 0 }))
+        let timing = timing(options.completion.clone(), options.limits.capacity_bytes);
+        let waiting = BinaryHeap::with_capacity(cx.tags);
+        Ok(Box::new(ModelQueue { options, timing, waiting, counters, seen: 0 }))
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
@@ -105,7 +108,9 @@ impl Driver for Model {
 
 struct ModelQueue {
     options: ModelOptions,
-    delays: Delays,
+    timing: Option<Timing>,
+    /// The requests in flight, with the time in nanoseconds at which each completes.
+    waiting: BinaryHeap<Reverse<(u64, Tag)>>,
     counters: Arc<Counters>,
     /// The number of requests that were offered, for [`ModelOptions::busy_resource_every`].
     seen: u64,
@@ -130,11 +135,14 @@ unsafe impl DriverQueue for ModelQueue {
                 });
             }
             flushes += u64::from(request.operation() == Operation::Flush);
-            if self.delays.is_immediate() {
+            let Some(timing) = &mut self.timing else {
                 cx.complete(tag, Ok(()));
-            } else if self.delays.start(cx, tag) {
-                add(&self.counters.seeks, 1);
-            }
+                continue;
+            };
+            let now = cx.now_ns();
+            let (due, seeks) = timing(now, cx.request(tag));
+            self.waiting.push(Reverse((due, tag)));
+            add(&self.counters.seeks, u64::from(seeks));
         }
         add(&self.counters.requests, count as u64);
         add(&self.counters.flushes, flushes);
@@ -143,17 +151,21 @@ unsafe impl DriverQueue for ModelQueue {
 
     // Called once per turn, and at the deadline at the latest. Completes the requests that are due.
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        if self.delays.earliest_ns().is_some() {
-            // The queue's cached time may be too old: requests that are due now would wait for the next turn.
-            let now = monotonic_ns();
-            while let Some(tag) = self.delays.take_due(now) {
-                cx.complete(tag, Ok(()));
-            }
+        if self.waiting.is_empty() {
+            return;
+        }
+        // The queue's cached time may be too old: requests that are due now would wait for the next turn.
+        let now = monotonic_ns();
+        while let Some(&Reverse((due, tag))) = self.waiting.peek()
+            && due <= now
+        {
+            self.waiting.pop();
+            cx.complete(tag, Ok(()));
         }
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        self.delays.earliest_ns()
+        self.waiting.peek().map(|Reverse((due, _))| *due)
     }
 }
 
