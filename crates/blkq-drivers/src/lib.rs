@@ -29,12 +29,14 @@ mod image;
 mod image_file;
 pub mod r#loop;
 pub mod model;
+mod options;
 pub mod qcow2;
 pub mod rbd;
 mod size;
 mod spec;
 
 pub use format::ImageFormat;
-pub use image::{Image, ImageId, Opened, Usage, no_backing_file, no_overlay};
+pub use image::{Image, Opened, no_backing_file, no_overlay};
+pub use options::DriverOptions;
 pub use size::LOGICAL_BLOCK_SIZES;
-pub use spec::{DriverOptions, DriverSpec, check, check_writable, detect_format, open};
+pub use spec::{DriverSpec, check, check_writable, detect_format, open};

@@ -11,13 +11,14 @@ use blkq::units::parse_bytes;
 use blkq::{Error, ErrorKind};
 
 use crate::errors::invalid;
-use crate::fault::{Fault, FaultSpec};
+use crate::fault::Fault;
 use crate::format::ImageFormat;
-use crate::image::{FaultImage, Image, Opened};
+use crate::image::{Image, Opened};
 use crate::image_file::{DirectIo, ImageFile, check_write_access};
 use crate::r#loop::{Dispatch, LoopDevice, LoopOptions};
-use crate::qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
-use crate::rbd::{Rbd, RbdOptions, RbdSpec};
+use crate::options::DriverOptions;
+use crate::qcow2::{Qcow2, Qcow2Options};
+use crate::rbd::{Rbd, RbdSpec};
 use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
 /// The driver and the image of a device, parsed from text such as `disk.img` or `ram:1G`.
@@ -54,51 +55,6 @@ pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
     Ok(image.detect_format(image.size()?))
 }
 
-/// The options of all drivers. An option that the chosen driver does not have is an error.
-#[derive(Clone, Debug, Default)]
-pub struct DriverOptions {
-    /// Offset of the device in the image, in bytes.
-    pub offset: u64,
-    /// Size of the device in bytes; `None`: up to the end of the image.
-    pub size_limit: Option<u64>,
-    /// Logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: the driver chooses it.
-    pub logical_block_bytes: Option<u32>,
-    /// Serve the end of an image that does not fill a logical block ([`LoopOptions::partial_block`]).
-    pub partial_block: bool,
-    /// Whether I/O bypasses the page cache.
-    pub direct_io: DirectIo,
-    /// How requests are submitted to the file.
-    pub dispatch: Dispatch,
-    /// Open the image for reading only. Drivers without an image ignore this; use
-    /// [`DiskBuilder::read_only`](blkq::DiskBuilder::read_only) for them.
-    pub read_only: bool,
-    /// Allow other processes to use the same bytes of the image.
-    pub shared: bool,
-    /// Complete a write only when it survives a kill of this process, if the driver supports that. For exports whose
-    /// clients continue with the next process and do not notice that this one was killed.
-    pub write_through: bool,
-    /// The size of a device that is in use, in bytes. If the image is larger by now, the device keeps this size, because
-    /// its clients do not know the new one.
-    pub device_bytes: Option<u64>,
-    /// The format of the image.
-    pub format: ImageFormat,
-    /// The backing files that a qcow2 image may have.
-    pub backing_chain: BackingChain,
-    /// The directory of the journals, with which completed writes to a qcow2 image survive a kill of this process
-    /// ([`Qcow2Options::journals`]).
-    pub journals: Option<Arc<Journals>>,
-    /// The configuration file of the Ceph cluster ([`RbdOptions::conf`]).
-    pub ceph_conf: Option<PathBuf>,
-    /// The keyring of the Ceph user ([`RbdOptions::keyring`]).
-    pub ceph_keyring: Option<PathBuf>,
-    /// The name of the Ceph user ([`RbdOptions::user`]).
-    pub ceph_user: Option<String>,
-    /// The [`owner`](blkq::Driver::owner) of a process that served the same image before and has exited.
-    pub predecessor: Option<String>,
-    /// The faults to inject; `None`: the device is not wrapped by the fault driver.
-    pub fault: Option<FaultSpec>,
-}
-
 /// Opens the driver that `spec` names. Afterwards [`Driver::warnings`](blkq::Driver::warnings) returns what
 /// the user should know about how it was opened. Fails with the errors of the driver, each one line, and
 /// [`ErrorKind::Invalid`] for an option that the driver does not have.
@@ -110,8 +66,7 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error>
     }
     let Some(fault) = &options.fault else { return Ok(opened) };
     let driver = Arc::new(Fault::new(opened.driver, fault.clone())?);
-    let image = opened.image.map(|image| Arc::new(FaultImage(image)) as Arc<dyn Image>);
-    Ok(Opened { driver, image })
+    Ok(Opened { driver, image: opened.image.map(|_| Image::Faulty) })
 }
 
 /// Checks whether [`open`] with the same arguments could succeed after the process that uses the image has
@@ -155,21 +110,11 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
         }
         DriverSpec::Rbd(spec) => {
             refuse_file_options("rbd", false, options)?;
-            Ok(Opened::with_image(Rbd::open(&RbdOptions {
-                spec: spec.clone(),
-                conf: options.ceph_conf.clone(),
-                keyring: options.ceph_keyring.clone(),
-                user: options.ceph_user.clone(),
-                logical_block_bytes: options.logical_block_bytes,
-                read_only: options.read_only,
-                shared: options.shared,
-                write_through: options.write_through,
-                predecessor: options.predecessor.clone(),
-            })?))
+            Ok(Opened::without_image(Rbd::open(spec, options)?))
         }
         DriverSpec::Image(path) if options.format == ImageFormat::Qcow2 => {
             refuse_file_options("qcow2", true, options)?;
-            Ok(Opened::with_image(Qcow2::open(&Qcow2Options {
+            Ok(Opened::from(Qcow2::open(&Qcow2Options {
                 path: path.clone(),
                 logical_block_bytes: options.logical_block_bytes,
                 direct_io: options.direct_io,
@@ -180,7 +125,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
                 journals: options.journals.clone(),
             })?))
         }
-        DriverSpec::Image(path) => Ok(Opened::with_image(LoopDevice::open(&LoopOptions {
+        DriverSpec::Image(path) => Ok(Opened::from(LoopDevice::open(&LoopOptions {
             path: path.clone(),
             offset: options.offset,
             size_limit: options.size_limit,

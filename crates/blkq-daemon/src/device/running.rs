@@ -27,13 +27,13 @@ pub(super) struct Running {
     /// Saved when this is dropped, after the engines have stopped writing to the image.
     pub(super) bitmaps: PersistentBitmaps,
     /// Replaced together with the driver. `None` if the driver has no image.
-    pub(super) image: Mutex<Option<Arc<dyn Image>>>,
+    pub(super) image: Mutex<Option<Image>>,
     pub(super) disk: Arc<Disk>,
 }
 
 impl Running {
     /// Changes of the device replace the image, so a caller that needs it to stay must exclude them.
-    pub(super) fn image(&self) -> Option<Arc<dyn Image>> {
+    pub(super) fn image(&self) -> Option<Image> {
         lock(&self.image).clone()
     }
 

@@ -51,7 +51,7 @@ impl Device {
         let before = running.disk.driver();
         let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
         let next = Qcow2::over(image.overlay_base()?, file, path, self.journals.as_deref())?;
-        let next = Opened::with_image(next);
+        let next = Opened::from(next);
         let driver = &next.driver;
         exchange.check(&**driver)?;
         let no_journals = "the directory of journals was not available when the device was attached";

@@ -27,10 +27,6 @@ pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argumen
     0
 }
 
-pub fn unknown(range: &Range<u64>) -> Vec<Extent> {
-    vec![Extent { length: range.end - range.start, hole: false, zero: false }]
-}
-
 /// The first `max` extents of `range`, in which the ranges `allocated` are data and all else is a hole.
 pub fn describe(range: Range<u64>, mut allocated: Allocated, max: usize) -> Vec<Extent> {
     allocated.sort_unstable_by_key(|part| part.start);

@@ -13,11 +13,13 @@ use blkq::{Error, ErrorKind};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errors::invalid;
+use crate::options::DriverOptions;
 
 use super::extents::{self, Allocated};
 use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};
 use super::library::{EVENT_TYPE_EVENTFD, FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, LOCK_MODE_EXCLUSIVE};
-use super::options::RbdOptions;
+use super::spec::RbdSpec;
+use super::{client, reads_only};
 
 /// Settings of the Ceph client that override those of the user, because other values would block the thread that
 /// submits. The first two remove librados' limits on requests in flight, which the depth of the queue limits already.
@@ -115,46 +117,46 @@ unsafe impl Send for Submission {}
 unsafe impl Sync for Submission {}
 
 impl Image {
-    /// Opens the image of `options`, and takes its exclusive lock. `step` is called with the name of each
+    /// Opens the image `spec`, and takes its exclusive lock. `step` is called with the name of each
     /// step before it, because any step may block forever. Fails with [`ErrorKind::Busy`] if another client
     /// holds the lock.
     pub fn open(
-        options: &RbdOptions,
+        spec: &RbdSpec,
+        options: &DriverOptions,
         changed: Arc<OwnedFd>,
         step: &dyn Fn(&'static str),
     ) -> Result<(Image, Facts), Error> {
         let library = Library::get()?;
-        let spec = &options.spec;
         step("reading the configuration");
         let mut cluster = Cluster::create(library, options)?;
         step("connecting to the monitors");
         // SAFETY: the handle was made and is not connected yet.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
-        check(connected, || format!("cannot connect to the cluster as {}", options.client())).map_err(
+        check(connected, || format!("cannot connect to the cluster as {}", client(options))).map_err(
             |e| e.with_hint("check the Ceph configuration and the keyring of the user, and whether the monitors are running"),
         )?;
         // Read after the connection, because the monitors have settings for their clients.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);
         step("opening the pool");
-        cluster.open_pool(options)?;
+        cluster.open_pool(spec)?;
         step("opening the image");
         let completed = eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|e| Error::system("cannot create an eventfd", e))
             .map(Arc::new)?;
-        let handle = open_image(&cluster, options)?;
+        let handle = open_image(&cluster, spec, options)?;
         let mut image = Image { library, handle, watch: None, completed, _cluster: cluster };
         // SAFETY: the image is open, and the descriptor stays open until it is closed.
         let notified = unsafe {
             (library.rbd_set_image_notification)(handle, image.completed.as_raw_fd(), EVENT_TYPE_EVENTFD)
         };
         check(notified, || format!("cannot register for completions of rbd:{spec}"))?;
-        let lock = image.take_lock(options, step)?;
+        let lock = image.take_lock(spec, options, step)?;
         step("reading the size of the image");
         if spec.snapshot.is_none() {
             // Before the size is read, so that no later change is missed.
             image.watch(changed)?;
         }
-        let mut facts = image.facts(options, discard_granularity, lock)?;
+        let mut facts = image.facts(spec, discard_granularity, lock)?;
         if lock == Lock::Held {
             // Without the address, a successor has to wait until the cluster drops the lock.
             facts.owner = image.lock_owner().ok().flatten();
@@ -204,8 +206,8 @@ impl Image {
         Ok(number)
     }
 
-    fn facts(&self, options: &RbdOptions, discard_granularity: u32, lock: Lock) -> Result<Facts, Error> {
-        let what = || format!("cannot read the layout of rbd:{}", options.spec);
+    fn facts(&self, spec: &RbdSpec, discard_granularity: u32, lock: Lock) -> Result<Facts, Error> {
+        let what = || format!("cannot read the layout of rbd:{spec}");
         // SAFETY: all fields are integers or arrays of them, for which zeroes are valid.
         let mut info: ImageInfo = unsafe { std::mem::zeroed() };
         // SAFETY: the image is open, and the call is given the size of the structure.
@@ -250,11 +252,15 @@ impl Image {
     /// Takes the exclusive lock of an image that will be written, until the image is closed. A lock taken explicitly is not
     /// passed to a client that requests it. If another client has the lock and still has the image open, this fails. If
     /// the owner of the lock no longer has the image open, librbd breaks its lock, and the cluster blocklists that client.
-    fn take_lock(&self, options: &RbdOptions, step: &dyn Fn(&'static str)) -> Result<Lock, Error> {
-        if options.reads_only() || options.shared {
+    fn take_lock(
+        &self,
+        spec: &RbdSpec,
+        options: &DriverOptions,
+        step: &dyn Fn(&'static str),
+    ) -> Result<Lock, Error> {
+        if reads_only(spec, options) || options.shared {
             return Ok(Lock::None);
         }
-        let spec = &options.spec;
         step("reading the features of the image");
         let what = || format!("cannot read the features of rbd:{spec}");
         let features = self.property(self.library.rbd_get_features, what)?;
@@ -382,22 +388,23 @@ pub fn notify(event: &OwnedFd) {
 
 impl Cluster {
     /// Makes a client with the configuration of `options`, which is not connected yet.
-    fn create(library: &'static Library, options: &RbdOptions) -> Result<Cluster, Error> {
-        let client = text(options.client().as_bytes())?;
+    fn create(library: &'static Library, options: &DriverOptions) -> Result<Cluster, Error> {
+        let name = client(options);
+        let client = text(name.as_bytes())?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the names are C strings, which the call copies.
         let created = unsafe { (library.rados_create2)(&mut handle, c"ceph".as_ptr(), client.as_ptr(), 0) };
-        check(created, || format!("cannot create the Ceph client {}", options.client()))?;
+        check(created, || format!("cannot create the Ceph client {name}"))?;
         library::CLIENTS.fetch_add(1, Ordering::SeqCst);
         let cluster = Cluster { library, handle, pool: std::ptr::null_mut() };
-        let file = options.conf.as_ref().map(|path| text(path.as_os_str().as_bytes())).transpose()?;
+        let file = options.ceph_conf.as_ref().map(|path| text(path.as_os_str().as_bytes())).transpose()?;
         let path = file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr());
         // SAFETY: the handle is not connected, and the path is a C string or null.
         check(unsafe { (library.rados_conf_read_file)(handle, path) }, || {
-            let name = options.conf.as_ref().map(|path| path.display().to_string());
+            let name = options.ceph_conf.as_ref().map(|path| path.display().to_string());
             format!("cannot read the Ceph configuration {}", name.as_deref().unwrap_or("/etc/ceph/ceph.conf"))
         })?;
-        if let Some(keyring) = &options.keyring {
+        if let Some(keyring) = &options.ceph_keyring {
             let path = text(keyring.as_os_str().as_bytes())?;
             // SAFETY: as above.
             check(unsafe { (library.rados_conf_set)(handle, c"keyring".as_ptr(), path.as_ptr()) }, || {
@@ -424,8 +431,7 @@ impl Cluster {
         (result == 0).then(|| unsafe { CStr::from_ptr(value.as_ptr()) }.to_str().ok()?.parse().ok())?
     }
 
-    fn open_pool(&mut self, options: &RbdOptions) -> Result<(), Error> {
-        let spec = &options.spec;
+    fn open_pool(&mut self, spec: &RbdSpec) -> Result<(), Error> {
         let name = text(spec.pool.as_bytes())?;
         let mut pool = std::ptr::null_mut();
         // SAFETY: the cluster is connected, and the name is a C string.
@@ -443,8 +449,8 @@ impl Cluster {
 
 /// Opens the image itself. An image that will only be read is opened for writing as well, because librbd reports changes of
 /// the size only then. If the Ceph user may not do that, it is opened read-only.
-fn open_image(cluster: &Cluster, options: &RbdOptions) -> Result<Handle, Error> {
-    let (library, spec) = (cluster.library, &options.spec);
+fn open_image(cluster: &Cluster, spec: &RbdSpec, options: &DriverOptions) -> Result<Handle, Error> {
+    let library = cluster.library;
     let image = text(spec.image.as_bytes())?;
     let snapshot = spec.snapshot.as_ref().map(|name| text(name.as_bytes())).transpose()?;
     let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());

@@ -1,16 +1,14 @@
 //! The RBD driver: an image in a Ceph cluster, accessed through librbd, Ceph's own library.
 //!
-//! - `spec`: the name of an image. `options`: the options of the driver.
+//! - `spec`: the name of an image.
 //! - `library`: the functions of Ceph's libraries, which are loaded when they are needed.
 //! - `image`: opens, inspects and closes an image. Its calls may block without a limit, so they run on a thread of
 //!   their own, in `thread`.
-//! - `queue`: the data path. `outcome`: the results of librbd as statuses. `extents`: allocated ranges.
+//! - `queue`: the data path. `extents`: allocated ranges.
 
 mod extents;
 mod image;
 mod library;
-mod options;
-mod outcome;
 mod queue;
 mod spec;
 mod thread;
@@ -26,13 +24,13 @@ use blkq::{Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimi
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errors::invalid;
+use crate::extents::all_data;
+use crate::options::DriverOptions;
+use crate::size::check_logical_block;
 
-use super::size::check_logical_block;
 use image::{Facts, Image, Lock};
 use library::Library;
-pub use options::RbdOptions;
-use outcome::Losses;
-use queue::{RbdQueue, SEGMENTS_MAX, Shared};
+use queue::{Losses, RbdQueue, SEGMENTS_MAX, Shared};
 pub use spec::RbdSpec;
 use thread::ImageThread;
 
@@ -57,10 +55,21 @@ pub fn load() -> Result<(), Error> {
     Library::get().map(|_| ())
 }
 
+/// The name of the Ceph user with `client.`, as librados requires it.
+fn client(options: &DriverOptions) -> String {
+    format!("client.{}", options.ceph_user.as_deref().unwrap_or("admin"))
+}
+
+/// Whether the image is never written to: by option, or because it is a snapshot.
+fn reads_only(spec: &RbdSpec, options: &DriverOptions) -> bool {
+    options.read_only || spec.snapshot.is_some()
+}
+
 /// A device backed by an image in a Ceph cluster.
 pub struct Rbd {
     shared: Arc<Shared>,
-    options: RbdOptions,
+    options: DriverOptions,
+    read_only: bool,
     facts: Facts,
     logical_block_bytes: u32,
     /// Size of the device in bytes, a multiple of the logical block size.
@@ -76,18 +85,19 @@ impl Rbd {
     /// Opens an image. Waits at most one minute for the cluster. Fails with [`ErrorKind::Unsupported`]
     /// without Ceph's libraries, [`ErrorKind::Busy`] if another client has the exclusive lock of the image,
     /// [`ErrorKind::System`] if the cluster does not answer, and the errors that the cluster reports.
-    pub fn open(options: &RbdOptions) -> Result<Rbd, Error> {
+    pub fn open(spec: &RbdSpec, options: &DriverOptions) -> Result<Rbd, Error> {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
         load()?;
         let changed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::system("cannot create an eventfd", e))
             .map(Arc::new)?;
-        let (image, facts) = ImageThread::open(options, changed.clone())?;
+        let (image, facts) = ImageThread::open(spec, options, changed.clone())?;
         let capacity = AtomicU64::new(facts.size - facts.size % u64::from(logical_block_bytes));
         let losses = Losses::new(facts.lock == Lock::Held);
-        let shared = Arc::new(Shared { spec: options.spec.clone(), image, losses });
+        let shared = Arc::new(Shared { spec: spec.clone(), image, losses });
         Ok(Rbd {
             shared,
+            read_only: reads_only(spec, options),
             options: options.clone(),
             facts,
             logical_block_bytes,
@@ -95,21 +105,6 @@ impl Rbd {
             changed,
             querying: Arc::default(),
         })
-    }
-
-    pub(crate) fn spec(&self) -> &RbdSpec {
-        &self.options.spec
-    }
-
-    /// The size of the image, and the number of allocated bytes, those of its parent image included if it is
-    /// a clone. Fails with [`ErrorKind::System`] if the cluster does not answer.
-    pub(crate) fn sizes(&self) -> Result<(u64, u64), Error> {
-        let ask = |image: &Image| {
-            let size = image.size()?;
-            let allocated: u64 = image.allocated(0..size)?.iter().map(|part| part.end - part.start).sum();
-            Ok((size, allocated))
-        };
-        self.shared.image.call(SIZE_TIMEOUT, ask, || {})
     }
 
     /// The current size of the image, rounded down to whole logical blocks.
@@ -129,7 +124,7 @@ impl Driver for Rbd {
 
     fn limits(&self) -> QueueLimits {
         let Facts { object_size, stripe_unit, stripe_count, discard_granularity, .. } = self.facts;
-        let writes = !self.options.reads_only();
+        let writes = !self.read_only;
         let max_bytes = |bytes: u64| if writes { bytes } else { 0 };
         let block = self.logical_block_bytes;
         // Requests are split at objects: a request within one object is a single operation of one OSD, and does not wait
@@ -173,7 +168,7 @@ impl Driver for Rbd {
         let window = range.start..range.end.min(range.start.saturating_add(extents::WINDOW_BYTES));
         if self.querying.swap(true, Relaxed) {
             // The previous query has not been answered.
-            return Ok(extents::unknown(&range));
+            return Ok(all_data(&range));
         }
         let (asked, querying) = (window.clone(), self.querying.clone());
         let query = move |image: &Image| {
@@ -183,7 +178,7 @@ impl Driver for Rbd {
         };
         match self.shared.image.call(EXTENTS_TIMEOUT, query, || {}) {
             Ok(allocated) => Ok(extents::describe(window, allocated, max)),
-            Err(_) => Ok(extents::unknown(&range)),
+            Err(_) => Ok(all_data(&range)),
         }
     }
 
@@ -195,7 +190,7 @@ impl Driver for Rbd {
         }
         Err(invalid(format!(
             "rbd:{} has {now} bytes; to change the size of the device, resize the image with `rbd resize`",
-            self.options.spec
+            self.shared.spec
         )))
     }
 
@@ -227,8 +222,7 @@ impl Driver for Rbd {
         let missing = missing.then(|| {
             "the feature exclusive-lock is not enabled on the image, so other clients can write to it at the same time; run `rbd feature enable POOL/IMAGE exclusive-lock` and attach again".to_owned()
         });
-        let cached =
-            self.options.write_through && !self.options.reads_only() && self.facts.cached == Some(true);
+        let cached = self.options.write_through && !self.read_only && self.facts.cached == Some(true);
         let cached = cached.then(|| {
             "settings in the cluster enable librbd's cache, so a killed daemon loses writes that it has acknowledged; run `rbd config image set POOL/IMAGE rbd_cache false` and attach again".to_owned()
         });
@@ -237,7 +231,7 @@ impl Driver for Rbd {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let Facts { object_size, stripe_unit, stripe_count, lock, cached, .. } = &self.facts;
-        let spec = &self.options.spec;
+        let spec = &self.shared.spec;
         let lock = match lock {
             Lock::None => "not taken",
             Lock::Missing => "not enabled on the image",
@@ -253,7 +247,7 @@ impl Driver for Rbd {
         facts.extend(spec.namespace.clone().map(|namespace| ("namespace", namespace)));
         facts.push(("rbd-image", spec.image.clone()));
         facts.extend(spec.snapshot.clone().map(|snapshot| ("snapshot", snapshot)));
-        facts.push(("ceph-user", self.options.client()));
+        facts.push(("ceph-user", client(&self.options)));
         facts.extend(self.facts.owner.clone().map(|owner| ("ceph-client", owner)));
         facts.extend([
             ("object-size", object_size.to_string()),

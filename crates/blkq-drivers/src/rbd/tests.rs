@@ -6,26 +6,17 @@ use blkq::testing::harness::{Harness, pattern};
 /// Names the variable with the image of a test cluster, as `POOL/IMAGE`. `CEPH_CONF` names the cluster's configuration.
 const IMAGE_VARIABLE: &str = "BLKQ_TEST_RBD_IMAGE";
 
-fn options(spec: &str) -> RbdOptions {
-    RbdOptions {
-        spec: spec.parse().unwrap(),
-        conf: None,
-        keyring: None,
-        user: None,
-        logical_block_bytes: None,
-        read_only: false,
-        shared: false,
-        write_through: false,
-        predecessor: None,
-    }
+fn open(spec: &str, options: DriverOptions) -> Result<Rbd, Error> {
+    Rbd::open(&spec.parse().unwrap(), &options)
 }
 
 #[test]
 fn bad_options_are_rejected_without_a_cluster() {
-    let odd = RbdOptions { logical_block_bytes: Some(1000), ..options("p/i") };
-    assert_eq!(Rbd::open(&odd).err().unwrap().kind(), ErrorKind::Invalid);
-    let nowhere = RbdOptions { conf: Some("/nonexistent/ceph.conf".into()), ..options("p/i") };
-    let error = Rbd::open(&nowhere).err().unwrap();
+    let odd = DriverOptions { logical_block_bytes: Some(1000), ..DriverOptions::default() };
+    assert_eq!(open("p/i", odd).err().unwrap().kind(), ErrorKind::Invalid);
+    let nowhere =
+        DriverOptions { ceph_conf: Some("/nonexistent/ceph.conf".into()), ..DriverOptions::default() };
+    let error = open("p/i", nowhere).err().unwrap();
     // On a machine without Ceph's libraries the error names these instead.
     let text = error.to_string();
     assert!(text.contains("/nonexistent/ceph.conf") || error.kind() == ErrorKind::Unsupported, "{text}");
@@ -41,14 +32,18 @@ fn values_that_ceph_reads_as_false_are_recognised() {
 }
 
 /// The image of the test cluster. The tests overwrite its content.
-fn image() -> RbdOptions {
-    options(&std::env::var(IMAGE_VARIABLE).expect("it names an image (docs/internals/testing.md)"))
+fn image() -> String {
+    std::env::var(IMAGE_VARIABLE).expect("it names an image (docs/internals/testing.md)")
+}
+
+fn open_image(options: DriverOptions) -> Result<Rbd, Error> {
+    open(&image(), options)
 }
 
 #[test]
 #[ignore = "needs a cluster"]
 fn written_data_is_read_back_from_a_cluster() {
-    let device = Rbd::open(&image()).unwrap();
+    let device = open_image(DriverOptions::default()).unwrap();
     let limits = device.limits();
     limits.validate().unwrap();
     assert!(limits.write_cache && !limits.fua && !limits.read_only, "{limits:?}");
@@ -84,7 +79,7 @@ fn written_data_is_read_back_from_a_cluster() {
 #[test]
 #[ignore = "needs a cluster"]
 fn many_requests_are_in_flight_together() {
-    let device = Rbd::open(&image()).unwrap();
+    let device = open_image(DriverOptions::default()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let writes: Vec<_> = (0..32).map(|i| h.write(i << 12, vec![pattern(4096, 100 + i)])).collect();
     h.start(&writes);
@@ -100,12 +95,12 @@ fn many_requests_are_in_flight_together() {
 #[test]
 #[ignore = "needs a cluster"]
 fn a_locked_image_is_refused_to_writers_but_not_to_readers() {
-    let first = Rbd::open(&image()).unwrap();
+    let first = open_image(DriverOptions::default()).unwrap();
     assert!(first.describe().contains(&("exclusive-lock", "held".to_owned())));
-    let refused = Rbd::open(&image()).err().unwrap();
+    let refused = open_image(DriverOptions::default()).err().unwrap();
     assert_eq!(refused.kind(), ErrorKind::Busy);
     assert!(refused.to_string().contains("locked by the client at"), "{refused}");
-    let reader = Rbd::open(&RbdOptions { read_only: true, ..image() }).unwrap();
+    let reader = open_image(DriverOptions { read_only: true, ..DriverOptions::default() }).unwrap();
     assert!(reader.limits().read_only);
     // The refused client has not taken the lock.
     let mut h = Harness::open(&first).unwrap();
@@ -117,14 +112,14 @@ fn a_locked_image_is_refused_to_writers_but_not_to_readers() {
     assert_eq!(r.read_back(0, 4096), pattern(4096, 9).to_vec());
     drop((h, first));
     // The lock was released with the first device.
-    drop(Rbd::open(&image()).unwrap());
+    drop(open_image(DriverOptions::default()).unwrap());
 }
 
 #[test]
 #[ignore = "needs a cluster"]
 fn a_missing_pool_or_image_is_named() {
-    let why = |spec: &str| Rbd::open(&options(spec)).err().unwrap();
-    let pool = image().spec.pool;
+    let why = |spec: &str| open(spec, DriverOptions::default()).err().unwrap();
+    let pool = image().parse::<RbdSpec>().unwrap().pool;
     for (spec, named) in
         [("nowhere-pool/i".to_owned(), "nowhere-pool"), (format!("{pool}/nowhere"), "nowhere")]
     {
@@ -137,7 +132,7 @@ fn a_missing_pool_or_image_is_named() {
 #[test]
 #[ignore = "needs a cluster"]
 fn a_size_larger_than_the_image_is_refused() {
-    let device = Rbd::open(&image()).unwrap();
+    let device = open_image(DriverOptions::default()).unwrap();
     let bytes = device.limits().capacity_bytes;
     assert_eq!(device.prepare_resize(None).unwrap(), bytes);
     assert_eq!(device.prepare_resize(Some(bytes - 4096)).unwrap(), bytes - 4096);
@@ -149,7 +144,7 @@ fn a_size_larger_than_the_image_is_refused() {
 #[ignore = "needs a cluster"]
 fn write_through_disables_the_cache_of_librbd() {
     let cache = |write_through| {
-        let device = Rbd::open(&RbdOptions { write_through, ..image() }).unwrap();
+        let device = open_image(DriverOptions { write_through, ..DriverOptions::default() }).unwrap();
         assert_eq!(device.warnings(), Vec::<String>::new());
         device.describe().into_iter().find(|(name, _)| *name == "rbd-cache").unwrap().1
     };

@@ -6,13 +6,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::sync::{Mutex, lock};
 use blkq::{Error, ErrorKind};
 
+use crate::options::DriverOptions;
+
 use super::image::{Facts, Image, Submission};
-use super::options::RbdOptions;
+use super::spec::RbdSpec;
 
 /// How long opening an image may take. Ceph drops a killed client's lock after 30 seconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -33,34 +35,33 @@ pub struct ImageThread {
     closed: Mutex<Receiver<()>>,
 }
 
-enum Opening {
-    Step(&'static str),
-    Opened(Result<(Submission, Facts), Error>),
-}
-
 impl ImageThread {
-    /// Starts the thread and opens the image of `options`. Fails as [`Image::open`] does, and with
+    /// Starts the thread and opens the image `spec`. Fails as [`Image::open`] does, and with
     /// [`ErrorKind::System`] if the cluster does not answer within a minute.
-    pub fn open(options: &RbdOptions, changed: Arc<OwnedFd>) -> Result<(ImageThread, Facts), Error> {
-        let (progress, opening) = channel();
+    pub fn open(
+        spec: &RbdSpec,
+        options: &DriverOptions,
+        changed: Arc<OwnedFd>,
+    ) -> Result<(ImageThread, Facts), Error> {
+        let (sender, opened) = channel();
         let (jobs, queue) = channel::<Job>();
         let (closing, closed) = channel::<()>();
-        let spec = options.spec.to_string();
-        let options = options.clone();
+        let step = Arc::new(Mutex::new("starting"));
+        let (spec_of_thread, options, step_of_thread) = (spec.clone(), options.clone(), step.clone());
         let body = move || {
             // Declared first, so dropped last, after the image; also if this thread panics.
             let _closing = closing;
-            // Sending fails once the caller has stopped waiting. The image is then closed as soon as it is open.
-            let step = |step| _ = progress.send(Opening::Step(step));
-            match Image::open(&options, changed, &step) {
+            let result =
+                Image::open(&spec_of_thread, &options, changed, &|step| *lock(&step_of_thread) = step);
+            // Sending fails once the caller has stopped waiting. The image is then closed immediately.
+            match result {
                 Ok((image, facts)) => {
-                    let opened = progress.send(Opening::Opened(Ok((image.submission(), facts))));
-                    drop(progress);
-                    if opened.is_ok() {
+                    if sender.send(Ok((image.submission(), facts))).is_ok() {
+                        drop(sender);
                         queue.into_iter().for_each(|job| job(&image));
                     }
                 }
-                Err(error) => _ = progress.send(Opening::Opened(Err(error))),
+                Err(error) => _ = sender.send(Err(error)),
             }
         };
         thread::Builder::new()
@@ -68,30 +69,20 @@ impl ImageThread {
             .stack_size(STACK_BYTES)
             .spawn(body)
             .map_err(|e| Error::system("cannot start the thread of an RBD image", e))?;
-        let until = Instant::now() + OPEN_TIMEOUT;
-        let mut at = "starting";
-        loop {
-            match opening.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(Opening::Step(step)) => at = step,
-                Ok(Opening::Opened(opened)) => {
-                    // If opening has failed, the thread has already closed everything again.
-                    let (submission, facts) = opened?;
-                    let (jobs, closed) = (Mutex::new(Some(jobs)), Mutex::new(closed));
-                    return Ok((ImageThread { submission, jobs, closed }, facts));
-                }
-                Err(RecvTimeoutError::Timeout) => {
-                    // The thread keeps waiting, and closes the image if the cluster ever answers.
-                    let message = format!(
-                        "rbd:{spec}: the cluster did not answer within {} seconds (step: {at}); check whether its monitors and OSDs are running and reachable",
-                        OPEN_TIMEOUT.as_secs()
-                    );
-                    return Err(Error::new(ErrorKind::System, message));
-                }
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new(ErrorKind::System, "the thread of the RBD image has exited"));
-                }
-            }
-        }
+        // If opening has failed, the thread has already closed everything again. After the timeout it keeps waiting, and
+        // closes the image if the cluster ever answers.
+        let (submission, facts) = opened.recv_timeout(OPEN_TIMEOUT).unwrap_or_else(|e| {
+            let message = match e {
+                RecvTimeoutError::Timeout => format!(
+                    "rbd:{spec}: the cluster did not answer within {} seconds (step: {}); check whether its monitors and OSDs are running and reachable",
+                    OPEN_TIMEOUT.as_secs(),
+                    lock(&step)
+                ),
+                RecvTimeoutError::Disconnected => "the thread of the RBD image has exited".to_owned(),
+            };
+            Err(Error::new(ErrorKind::System, message))
+        })?;
+        Ok((ImageThread { submission, jobs: Mutex::new(Some(jobs)), closed: Mutex::new(closed) }, facts))
     }
 
     /// Closes the image. Returns false if the cluster does not answer in time, and the image stays open.
