@@ -37,16 +37,19 @@ const PUBLISHED: [Row; 4] = [
 /// Runs `load` on a loop device of the file, and adds the counters of the driver.
 fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Duration) -> Result<Run> {
     let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
-    let device = LoopDevice::open(&options)?;
-    let counters = device.counters().clone();
-    let run = local::run(&Disk::builder(Box::new(device)).merge(merge).build()?, load, length)?;
-    let counters = counters.snapshot();
+    let disk = Disk::builder(Box::new(LoopDevice::open(&options)?)).merge(merge).build()?;
+    let run = local::run(&disk, load, length)?;
+    let facts = disk.driver().describe();
+    let counter = |name| {
+        let value = facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok());
+        value.unwrap_or(0.0)
+    };
     Ok(if load.write {
-        run.per_io(Metric::JoinedPerIo, counters.writes_joined)
-            .with(Metric::WritersMax, counters.writers_max as f64)
+        run.per_io(Metric::JoinedPerIo, counter("writes-joined") as u64)
+            .with(Metric::WritersMax, counter("writers-max"))
     } else {
-        run.with(Metric::ReadsInFlightMax, counters.reads_in_flight_max as f64)
-            .with(Metric::ReadsInFlightMean, counters.reads_in_flight_mean())
+        run.with(Metric::ReadsInFlightMax, counter("reads-in-flight-max"))
+            .with(Metric::ReadsInFlightMean, counter("reads-in-flight-mean"))
     })
 }
 

@@ -184,7 +184,8 @@ mod tests {
 
     #[test]
     fn mounts_are_read_with_their_escapes() {
-        let line = r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 shared:2 - ext4 /dev/\043a\134b\134043 rw";
+        let line =
+            r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 shared:2 - ext4 /dev/\043a\134b\134043 rw";
         let Mount { device, point, source } = mount(line).unwrap();
         assert_eq!((device.as_str(), point.as_path()), ("98:0", Path::new("/mnt 2")));
         assert_eq!(source, Path::new(r"/dev/#a\b\043"));

@@ -21,9 +21,13 @@
 //!
 //! The bits of the bitmaps begin at byte 147,456, one bitmap after the other, the lowest bit of each byte first.
 
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
+
+use blkq::Error;
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 
-use super::fingerprint::ImageFingerprint;
+use crate::image_file::ImageFile;
 
 pub(super) const MAGIC: &[u8; 8] = b"blkqbmap";
 pub(super) const VERSION: u32 = 3;
@@ -40,48 +44,85 @@ pub(super) const FILE_MAX_BYTES: u64 = BITS_AT as u64 + MEMORY_MAX_BYTES;
 /// The states of a bitmap, indexed by their number in the file.
 const STATES: [BitmapState; 3] = [BitmapState::Recording, BitmapState::Disabled, BitmapState::Inconsistent];
 
+/// Limit of [`ImageFingerprint::wait_until_older`]: a little more than the coarsest time stamp, 2 s on FAT.
+const WAIT_MAX: Duration = Duration::from_millis(2500);
+
+/// Facts that change whenever a program writes to the image or replaces it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct ImageFingerprint {
+    pub size: u64,
+    /// The modification time of the file, in seconds and nanoseconds.
+    pub modified: (i64, i64),
+    /// Distinguishes a copy or a restored backup with the same modification time.
+    pub inode: u64,
+}
+
+impl ImageFingerprint {
+    pub fn of(image: &ImageFile, size: u64) -> Result<ImageFingerprint, Error> {
+        let metadata = image.metadata().map_err(|e| image.failed("read", e))?;
+        Ok(ImageFingerprint {
+            size,
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            inode: metadata.ino(),
+        })
+    }
+
+    /// Waits until a new write would change the modification time. File systems record it in ticks of the kernel or
+    /// in seconds, FAT in units of two seconds. A modification time without nanoseconds is taken as one of these.
+    pub fn wait_until_older(&self) {
+        let tick = Duration::from_secs(if self.modified.1 == 0 { 2 } else { 0 });
+        let modified = Duration::new(self.modified.0.max(0) as u64, self.modified.1 as u32) + tick;
+        let now = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+            Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec as u32)
+        };
+        // A modification time in the far future was set by hand, so a write changes it in any case.
+        let until = now() + WAIT_MAX;
+        while (now() <= modified) && modified < until && now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 /// The number of a slot. Odd numbers are in the slot at byte 0, even ones in the other. 0: there is no slot yet.
 pub(super) type SlotNumber = u64;
 
-#[derive(PartialEq, Eq, Debug)]
-pub(super) enum Step {
-    Write(u64, Vec<u8>),
-    Sync,
-}
+/// The bytes to write at an offset of the file.
+pub(super) type Write = (u64, Vec<u8>);
 
 pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
     BITS_AT as u64 + bitmaps.map(|bitmap| bytes_for(bitmap.size(), bitmap.granularity())).sum::<u64>()
 }
 
-/// The steps that write the slot after `last`, with `bitmaps` marked as in use.
-pub(super) fn mark_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
+/// Writes the slot after `last`, with `bitmaps` marked as in use.
+pub(super) fn mark(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Write> {
     let entries: Vec<(&Bitmap, Vec<u8>)> = bitmaps.iter().map(|bitmap| (*bitmap, Vec::new())).collect();
-    vec![slot_step(&entries, fingerprint, FLAG_IN_USE, last + 1), Step::Sync]
+    vec![slot(&entries, fingerprint, FLAG_IN_USE, last + 1)]
 }
 
-/// The steps that write the bits of `bitmaps`, and then the slot after `last` with their checksums. In the slot `last`
-/// the bitmaps are marked as in use.
-pub(super) fn store_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
+/// Writes the bits of `bitmaps`, and then the slot after `last` with their checksums. In the slot `last` the bitmaps are
+/// marked as in use.
+pub(super) fn store(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Write> {
     let entries: Vec<(&Bitmap, Vec<u8>)> =
         bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
-    let slot = slot_step(&entries, fingerprint, 0, last + 1);
-    let mut at = BITS_AT as u64;
-    let mut steps = Vec::with_capacity(entries.len() + 2);
+    let slot = slot(&entries, fingerprint, 0, last + 1);
+    let mut end = BITS_AT as u64;
+    let mut writes = Vec::with_capacity(entries.len() + 1);
     for (_, bits) in entries {
-        let end = at + bits.len() as u64;
-        steps.push(Step::Write(at, bits));
-        at = end;
+        let at = end;
+        end += bits.len() as u64;
+        writes.push((at, bits));
     }
-    steps.extend([slot, Step::Sync]);
-    steps
+    writes.push(slot);
+    writes
 }
 
-fn slot_step(
+fn slot(
     entries: &[(&Bitmap, Vec<u8>)],
     fingerprint: ImageFingerprint,
     flags: u32,
     number: SlotNumber,
-) -> Step {
+) -> Write {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(flags.to_le_bytes());
@@ -103,7 +144,7 @@ fn slot_step(
     bytes[CHECKSUM_AT - 4..CHECKSUM_AT].copy_from_slice(&length.to_le_bytes());
     let checksum = checksum(&bytes);
     bytes[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
-    Step::Write((1 - number % 2) * SLOT_BYTES as u64, bytes)
+    ((1 - number % 2) * SLOT_BYTES as u64, bytes)
 }
 
 /// Parses the content of a bitmap file. `now` is the present fingerprint of the image. Returns the bitmaps and the number
@@ -208,21 +249,17 @@ mod tests {
         file[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    fn run(file: &mut Vec<u8>, steps: Vec<Step>) {
-        for step in steps {
-            if let Step::Write(at, bytes) = step {
-                put(file, at as usize, &bytes);
-            }
-        }
+    fn run(file: &mut Vec<u8>, writes: Vec<Write>) {
+        writes.iter().for_each(|(at, bytes)| put(file, *at as usize, bytes));
     }
 
     fn saved_file(in_use: bool) -> Vec<u8> {
         let bitmaps = bitmaps();
         let all: Vec<&Bitmap> = bitmaps.iter().collect();
         let mut file = Vec::new();
-        run(&mut file, mark_steps(&all, FINGERPRINT, 0));
+        run(&mut file, mark(&all, FINGERPRINT, 0));
         if !in_use {
-            run(&mut file, store_steps(&all, FINGERPRINT, 1));
+            run(&mut file, store(&all, FINGERPRINT, 1));
         }
         file
     }
@@ -290,9 +327,13 @@ mod tests {
                     })
                     .collect();
                 let all: Vec<&Bitmap> = bitmaps.iter().collect();
-                let mut steps = mark_steps(&all, FINGERPRINT, slot);
+                // Each list of writes is followed by a sync, represented as `None`.
+                let mut steps: Vec<Option<Write>> =
+                    mark(&all, FINGERPRINT, slot).into_iter().map(Some).collect();
+                steps.push(None);
                 let marked = steps.len();
-                steps.extend(store_steps(&all, FINGERPRINT, slot + 1));
+                steps.extend(store(&all, FINGERPRINT, slot + 1).into_iter().map(Some));
+                steps.push(None);
                 let lost_at = random.below(steps.len() as u64 + 1) as usize;
                 let is_last = random.below(3) == 0;
                 let mut volatile = Vec::new();
@@ -301,8 +342,8 @@ mod tests {
                         break;
                     }
                     match step {
-                        Step::Write(at, bytes) => volatile.push((at as usize, bytes)),
-                        Step::Sync => {
+                        Some((at, bytes)) => volatile.push((at as usize, bytes)),
+                        None => {
                             volatile.drain(..).for_each(|(at, bytes)| put(&mut durable, at, &bytes));
                         }
                     }
@@ -337,5 +378,20 @@ mod tests {
                 break;
             }
         }
+    }
+
+    #[test]
+    fn a_write_after_the_wait_gives_another_fingerprint() {
+        let path = std::env::temp_dir().join(format!("blkq-fingerprint-{}", std::process::id()));
+        std::fs::write(&path, []).unwrap();
+        let image = ImageFile::open(&path, false).unwrap();
+        for byte in 0..50 {
+            image.write_all_at(&[byte], 0).unwrap();
+            let fingerprint = ImageFingerprint::of(&image, 1).unwrap();
+            fingerprint.wait_until_older();
+            image.write_all_at(&[byte], 0).unwrap();
+            assert_ne!(ImageFingerprint::of(&image, 1).unwrap(), fingerprint);
+        }
+        std::fs::remove_file(path).unwrap();
     }
 }

@@ -10,8 +10,8 @@ use blkq::stats::{add, raise};
 
 use super::writer::QUEUES_MAX;
 
-/// The counters of one queue, which continue when the queue gets another owner. See [`LoopSnapshot`].
-#[derive(Debug, Default)]
+/// The counters of one queue, which continue when the queue gets another owner: see [`LoopCounters::describe`].
+#[derive(Default)]
 pub(super) struct QueueCounters {
     reads: AtomicU64,
     reads_in_flight_sum: AtomicU64,
@@ -40,16 +40,15 @@ impl QueueCounters {
 }
 
 /// The counters of a loop device. They may be read while the device is in use.
-#[derive(Debug)]
-pub struct LoopCounters {
+pub(super) struct LoopCounters {
     queues: [CachePadded<QueueCounters>; QUEUES_MAX as usize],
     /// Written only by the queue that has the writer token.
-    writers: AtomicU64,
+    pub writers: AtomicU64,
     writers_max: AtomicU64,
 }
 
 impl LoopCounters {
-    pub(super) fn new() -> LoopCounters {
+    pub fn new() -> LoopCounters {
         LoopCounters {
             queues: std::array::from_fn(|_| CachePadded::default()),
             writers: AtomicU64::new(0),
@@ -57,75 +56,46 @@ impl LoopCounters {
         }
     }
 
-    pub(super) fn queue(&self, index: u16) -> &QueueCounters {
+    pub fn queue(&self, index: u16) -> &QueueCounters {
         &self.queues[usize::from(index)]
     }
 
     /// Counts a queue that begins to write. The count exists to detect a defect: it must never exceed 1.
-    pub(super) fn begin_writing(&self) {
+    pub fn begin_writing(&self) {
         let writers = self.writers.fetch_add(1, Relaxed) + 1;
         self.writers_max.fetch_max(writers, Relaxed);
     }
 
-    pub(super) fn finish_writing(&self) {
+    pub fn finish_writing(&self) {
         self.writers.fetch_sub(1, Relaxed);
     }
 
-    /// The current values, added up over all queues.
-    pub fn snapshot(&self) -> LoopSnapshot {
-        let sum = |of: fn(&QueueCounters) -> &AtomicU64| {
-            self.queues.iter().fold(0_u64, |sum, queue| sum.wrapping_add(of(queue).load(Relaxed)))
-        };
-        let max = |of: fn(&QueueCounters) -> &AtomicU64| {
-            self.queues.iter().fold(0, |max, queue| of(queue).load(Relaxed).max(max))
-        };
-        LoopSnapshot {
-            reads_in_flight_max: max(|queue| &queue.reads_in_flight_max),
-            reads: sum(|queue| &queue.reads),
-            reads_in_flight_sum: sum(|queue| &queue.reads_in_flight_sum),
-            turns_in_flight_max: max(|queue| &queue.turns_in_flight_max),
-            writers: self.writers.load(Relaxed),
-            writers_max: self.writers_max.load(Relaxed),
-            writes_joined: sum(|queue| &queue.writes_joined),
-            short_transfers: sum(|queue| &queue.short_transfers),
-            retries: sum(|queue| &queue.retries),
-            flushes: sum(|queue| &queue.flushes),
-        }
-    }
-}
-
-/// The values of a loop device's counters at one time, over all queues.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub struct LoopSnapshot {
-    /// The largest number of reads that one queue had in flight.
-    pub reads_in_flight_max: u64,
-    /// Reads that were submitted to the file.
-    pub reads: u64,
-    /// The sum of the numbers of reads in flight, the new one included, that each read found in its queue when it
-    /// began. Divided by `reads` this is the mean.
-    pub reads_in_flight_sum: u64,
-    /// The largest number of calls of one queue in flight that take turns: buffered writes, which the kernel
-    /// executes one at a time, or with serial dispatch all calls. With serial dispatch it is 1.
-    pub turns_in_flight_max: u64,
-    /// Queues with writes in flight that take turns: 0 or 1.
-    pub writers: u64,
-    /// The largest value that `writers` has had. More than 1 is a defect.
-    pub writers_max: u64,
-    /// Writes that were added to the call of the adjacent write before them.
-    pub writes_joined: u64,
-    /// Transfers that returned fewer bytes than requested.
-    pub short_transfers: u64,
-    /// Calls that were interrupted or would have blocked, and were repeated.
-    pub retries: u64,
-    /// Calls of fdatasync(2) for flushes.
-    pub flushes: u64,
-}
-
-impl LoopSnapshot {
-    /// The mean number of reads in flight when a read began, that read included; 0 without reads.
-    pub fn reads_in_flight_mean(&self) -> f64 {
-        self.reads_in_flight_sum as f64 / self.reads.max(1) as f64
+    /// The current values over all queues, as in [`blkq::Driver::describe`]:
+    ///
+    /// - the largest number of reads that one queue had in flight, and the mean number when a read began, that read
+    ///   included;
+    /// - the largest number of calls of one queue in flight that take turns: buffered writes, which the kernel executes
+    ///   one at a time, or with serial dispatch all calls, and then it is 1;
+    /// - the largest number of queues with writes in flight that take turns; more than 1 is a defect;
+    /// - writes that were added to the call of the adjacent write before them; transfers that returned fewer bytes than
+    ///   requested; calls that were interrupted or would have blocked, and were repeated; calls of fdatasync(2) for
+    ///   flushes.
+    pub fn describe(&self) -> [(&'static str, String); 8] {
+        type Field = fn(&QueueCounters) -> &AtomicU64;
+        let values = |of: Field| self.queues.iter().map(move |queue| of(queue).load(Relaxed));
+        let sum = |of: Field| values(of).fold(0, u64::wrapping_add);
+        let max = |of: Field| values(of).fold(0, u64::max);
+        let mean = sum(|queue| &queue.reads_in_flight_sum) as f64 / sum(|queue| &queue.reads).max(1) as f64;
+        [
+            ("reads-in-flight-max", max(|queue| &queue.reads_in_flight_max).to_string()),
+            ("reads-in-flight-mean", format!("{mean:.1}")),
+            ("turns-in-flight-max", max(|queue| &queue.turns_in_flight_max).to_string()),
+            ("writers-max", self.writers_max.load(Relaxed).to_string()),
+            ("writes-joined", sum(|queue| &queue.writes_joined).to_string()),
+            ("short-transfers", sum(|queue| &queue.short_transfers).to_string()),
+            ("retries", sum(|queue| &queue.retries).to_string()),
+            ("fdatasyncs", sum(|queue| &queue.flushes).to_string()),
+        ]
     }
 }
 
@@ -152,20 +122,10 @@ mod tests {
                 });
             }
         });
-        let reads = u64::from(QUEUES) * u64::from(READS);
-        let (turns_in_flight_max, flushes) = (3, 1 + 2 + 3 + 4);
-        let expected = LoopSnapshot {
-            reads,
-            reads_in_flight_sum: reads / 8 * 36,
-            reads_in_flight_max: 8,
-            turns_in_flight_max,
-            writes_joined: 2 * reads,
-            flushes,
-            ..LoopSnapshot::default()
-        };
-        assert_eq!(counters.snapshot(), expected);
-        assert_eq!(counters.snapshot().reads_in_flight_mean(), 4.5);
-        assert_eq!(LoopCounters::new().snapshot().reads_in_flight_mean(), 0.0);
+        let joined = u64::from(QUEUES) * u64::from(READS) * 2;
+        let expected = ["8", "4.5", "3", "0", &joined.to_string(), "0", "0", "10"];
+        assert_eq!(counters.describe().map(|(_, value)| value), expected);
+        assert_eq!(LoopCounters::new().describe()[1].1, "0.0");
     }
 
     #[test]

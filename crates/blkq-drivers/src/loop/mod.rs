@@ -2,78 +2,53 @@
 //! cache.
 //!
 //! - `options`: the options, and the part of the image that is served. The image itself is an `image_file`.
-//! - `queue`: the data path of one queue. `image` builds the submissions, `outcome` interprets the results,
-//!   `progress` is the state of a call, `writer` the token that admits one writing queue at a time, `tail` the
-//!   end of a device whose size is not a multiple of the sector size, `counters` the statistics.
-//! - `base`: switches a device to the raw backing file of its image after a commit.
-//! - `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside the image.
-//!   `fingerprint` detects that another program has written to the image since they were saved.
+//! - `queue`: the data path of one queue. `writer` is the token that admits one writing queue at a time, `counters` the
+//!   statistics, `shared` the state that the queues share.
+//! - `bitmaps`: the persistent dirty bitmaps in a file beside the image, in the format of `bitmap_format`.
 
-mod base;
-mod bitmap_file;
 mod bitmap_format;
 mod bitmaps;
 mod counters;
-mod fingerprint;
-mod image;
 mod options;
-mod outcome;
-mod progress;
 mod queue;
 mod shared;
-mod tail;
 #[cfg(test)]
 #[cfg(not(model_check))]
 pub(super) mod tests;
 mod writer;
 
+use std::fs::File;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use blkq::bitmap::BitmapStore;
-use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
-use blkq::sync::{Mutex, lock as locked};
-use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
+use blkq::sync::lock as locked;
+use blkq::{
+    Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, IoBuffer, OpenContext, QueueLimits,
+};
 
 use crate::bitmaps::ImageBitmaps;
 use crate::errors::{invalid, malformed, unsupported};
-use crate::extents::query_until_ns;
+use crate::extents::{all_data, query_until_ns};
 use crate::image_file::{
-    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, choose_mode,
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, check_not_longer,
+    choose_mode,
 };
 
 pub use crate::image_file::DirectIo;
-pub use bitmap_file::is_bitmap_file;
 use bitmaps::FileBitmaps;
-pub use counters::{LoopCounters, LoopSnapshot};
+pub use bitmaps::is_bitmap_file;
 use options::Window;
 pub use options::{Dispatch, LoopOptions, LoopSetting};
 use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
-use writer::{QUEUES_MAX, WriterToken};
+use writer::QUEUES_MAX;
 
 /// Each discard and write zeroes is one call of the file system, and an engine must not wait long for one.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-
-/// Opens the image again, through the page cache, for the last bytes of a device.
-fn tail_file(file: &ImageFile, writable: bool) -> Result<Arc<ImageFile>, Error> {
-    let tail = file.reopen(writable)?;
-    // The kernel must cache only the page that `tail` reserves for the page cache, and none that direct I/O uses.
-    tail.turn_off_read_ahead()?;
-    Ok(Arc::new(tail))
-}
-
-struct Chosen {
-    window: Window,
-    mode: Mode,
-    size: u64,
-    /// See [`Shared::synced`].
-    synced: ImageFile,
-    bitmaps: bitmaps::Place,
-    warnings: Vec<String>,
-}
 
 /// A device backed by an image.
 pub struct LoopDevice {
@@ -115,9 +90,8 @@ impl LoopDevice {
         let file_size = image.size()?;
         // A block device consists of whole blocks.
         let partial = options.partial_block && !image.block_device;
-        let path = image.path.clone();
-        let window = Window { path, offset: options.offset, logical_block_bytes, partial };
-        let (size, left_out) = window.capacity(file_size, options.size_limit)?;
+        let window = Window { offset: options.offset, logical_block_bytes, partial };
+        let (size, left_out) = window.capacity(&image.path, file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
                 "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
@@ -135,75 +109,104 @@ impl LoopDevice {
         if let Some(format) = image.detect_format(file_size).filter(|_| !options.raw) {
             return Err(malformed(format!("{} is a {format} image, not raw data", image.path.display())));
         }
-        let (bitmaps, warning) = bitmaps::open(options, &image);
-        warnings.extend(warning);
         let synced = image.reopen(false)?;
-        LoopDevice::assemble(image, options, Chosen { window, mode, size, synced, bitmaps, warnings })
+        let shared = Shared::new(image, synced, window, options, mode, size)?;
+        let (bitmaps, warning) = FileBitmaps::open(&shared, options);
+        warnings.extend(warning);
+        Ok(LoopDevice::new(shared, options, bitmaps, warnings))
     }
 
-    fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> Result<LoopDevice, Error> {
-        let Chosen { window, mode, size, synced, bitmaps, warnings } = chosen;
-        let tail = window.partial.then(|| tail_file(&image, !options.read_only)).transpose()?;
-        let (block_device, discards) = (image.block_device, image.discards);
-        // The kernel rejects fallocate(2) on a part of a block of a block device.
-        let takes_any_sector = !block_device || image.logical_block <= window.logical_block_bytes;
-        let name = ImageName::new(&image.path);
-        let shared = Shared {
-            window,
-            discard_unit: if takes_any_sector { 1 } else { u64::from(image.logical_block) },
-            cache_unit: u64::from(image.physical_block).max(rustix::param::page_size() as u64),
-            block_device,
-            synced,
-            synced_by_queues: std::array::from_fn(|_| OnceLock::new()),
-            state: Mutex::new(State {
-                file: Arc::new(image),
-                writable: !options.read_only,
-                requested: options.direct_io,
-                mode,
-                dispatch: options.dispatch,
-                read_only: options.read_only,
-                size_limit: options.size_limit,
-                size,
-                tail,
-            }),
-            writer: CachePadded::new(WriterToken::new()),
-            wakes: std::array::from_fn(|_| OnceLock::new()),
-            counters: Arc::new(LoopCounters::new()),
-            discard_by_command: AtomicBool::new(block_device),
-            writeback_failed: AtomicBool::new(false),
-            discards: AtomicBool::new(discards),
-            zeroes: AtomicBool::new(takes_any_sector),
-            zeroes_no_unmap: AtomicBool::new(takes_any_sector),
-        };
-        let shared = Arc::new(shared);
-        let bitmaps = FileBitmaps { shared: Arc::clone(&shared), place: bitmaps };
-        Ok(LoopDevice {
+    /// Makes a device of the raw image at `path`, with `size` bytes: the base of a commit, which replaces its overlay.
+    /// `file` has the image open for writing and locked. `synced` has it open twice more, for the syncs of control
+    /// threads and of queue 0. An image that is shorter than the device is extended. `bitmaps` is the open bitmap file of
+    /// the image; its dirty bitmaps are marked as in use.
+    ///
+    /// Fails with [`ErrorKind::Mismatch`] if the image is longer than the device, and with
+    /// [`ErrorKind::Unsupported`] if its sectors are larger or it is a block device that is too small.
+    pub(crate) fn of_base(
+        file: File,
+        (synced, synced_by_queue): (File, File),
+        bitmaps: Option<File>,
+        path: PathBuf,
+        size: u64,
+        terms: ClientTerms,
+    ) -> Result<LoopDevice, Error> {
+        let image = ImageFile::of_open(file, path)?;
+        let synced = image.with_file(synced);
+        let block = terms.logical_block_bytes;
+        if image.block_device && image.logical_block > block {
+            let shown = image.path.display();
+            return Err(unsupported(format!(
+                "{shown} has sectors of {} bytes, and the device has sectors of {block}",
+                image.logical_block
+            )));
+        }
+        let bytes = image.size()?;
+        check_not_longer(&image.path, bytes - bytes % u64::from(block), size)?;
+        let mode = terms.choose_mode(&image.path, || {
+            choose_mode(terms.requested, &image.direct, &image.path, block, 0)
+        })?;
+        let is_direct = mode.direct.is_some();
+        if bytes < size && image.block_device {
+            return Err(unsupported(format!(
+                "{} has {bytes} bytes, fewer than the device ({size}), and a block device cannot grow",
+                image.path.display()
+            )));
+        }
+        let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
+        let window = Window { offset: 0, logical_block_bytes: block, partial: false };
+        let shared = Shared::new(image, synced, window, &options, mode, size)?;
+        // This succeeds, because the device has no queues yet.
+        let _ = shared.synced_by_queues[0].set(synced_by_queue);
+        // This marks the bitmaps as in use, so the checks precede it.
+        let (bitmaps, warning) = FileBitmaps::take(&shared, &options, bitmaps)?;
+        let image = locked(&shared.state).file.clone();
+        if bytes < size {
+            // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
+            image.write_all_at(&[0], size - 1).map_err(|e| {
+                Error::system(format!("cannot extend {} to {size} bytes", image.path.display()), e)
+            })?;
+        }
+        image.set_direct(is_direct)?;
+        Ok(LoopDevice::new(shared, &options, bitmaps, Vec::from_iter(warning)))
+    }
+
+    /// Writes to the image on the calling thread. No queue may be in use.
+    pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
+        let file = self.file();
+        file.write_all_at(data, position).map_err(|e| file.failed("write to", e))
+    }
+
+    /// Zeroes a range of the image on the calling thread. No queue may be in use.
+    pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
+        let file = self.file();
+        file.zero(range).map_err(|e| file.failed("write to", e))
+    }
+
+    fn new(
+        shared: Arc<Shared>,
+        options: &LoopOptions,
+        bitmaps: FileBitmaps,
+        warnings: Vec<String>,
+    ) -> LoopDevice {
+        LoopDevice {
+            name: ImageName::new(shared.path()),
             shared,
-            name,
             shared_use: options.shared,
             superseded: AtomicBool::new(false),
             bitmaps: ImageBitmaps(bitmaps),
             warnings,
-        })
+        }
     }
 
-    pub(crate) fn identity(&self) -> (u64, u64) {
-        self.file().identity
-    }
-
-    pub(crate) fn file(&self) -> Arc<ImageFile> {
+    fn file(&self) -> Arc<ImageFile> {
         locked(&self.shared.state).file.clone()
     }
 
-    /// The driver's counters. A clone stays readable after the device was given to a disk.
-    pub fn counters(&self) -> &Arc<LoopCounters> {
-        &self.shared.counters
-    }
-
     /// Makes all writes durable. The sync runs without the lock on the state, so it delays no reader of the state.
-    /// If a sync of the page cache has failed once, every later one fails, too: see `flushed` in `outcome`.
+    /// If a sync of the page cache has failed once, every later one fails, too: see `LoopQueue::outcome_without_data`.
     pub(crate) fn sync(&self) -> Result<(), Error> {
-        let (shared, path) = (&self.shared, self.shared.window.path.display());
+        let (shared, path) = (&self.shared, self.shared.path().display());
         // The last bytes may go through the page cache although the rest uses direct I/O.
         let buffered = shared.window.partial || locked(&shared.state).mode.direct.is_none();
         if let Err(e) = shared.synced.sync() {
@@ -218,8 +221,8 @@ impl LoopDevice {
     }
 
     fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
-        let Window { path, offset, logical_block_bytes, .. } = &self.shared.window;
-        choose_mode(requested, &self.file().direct, path, *logical_block_bytes, *offset)
+        let (file, window) = (self.file(), &self.shared.window);
+        choose_mode(requested, &file.direct, &file.path, window.logical_block_bytes, window.offset)
     }
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
@@ -236,15 +239,15 @@ impl LoopDevice {
     /// The size of the file, and the size of the device after a resize: `bytes`, or, if that is `None`, the size that
     /// follows from the file.
     fn sizes_after_resize(&self, state: &State, bytes: Option<u64>) -> Result<(u64, u64), Error> {
-        let (window, file_size) = (&self.shared.window, state.file.size()?);
+        let (window, path, file_size) = (&self.shared.window, self.shared.path(), state.file.size()?);
         let (size, _) = match bytes {
             None => {
                 // If the file has shrunk below the limit, the device ends with the file.
                 let available = file_size.saturating_sub(window.offset);
                 let limit = state.size_limit.filter(|limit| *limit <= available);
-                window.capacity(file_size, limit)?
+                window.capacity(path, file_size, limit)?
             }
-            Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?,
+            Some(bytes) => window.capacity(path, u64::MAX >> 1, Some(bytes))?,
         };
         Ok((file_size, size))
     }
@@ -264,7 +267,7 @@ impl LoopDevice {
                 (!state.size.is_multiple_of(u64::from(block)), "its size is not a whole number of sectors"),
             ];
             if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
-                let message = format!("{} cannot become a backing file: {why}", window.path.display());
+                let message = format!("{} cannot become a backing file: {why}", self.shared.path().display());
                 return Err(unsupported(message));
             }
             state.file.check_not_truncated(state.size)?;
@@ -364,7 +367,7 @@ impl Driver for LoopDevice {
         };
         let range = range.start.min(size)..range.end.min(size);
         if self.shared.block_device {
-            return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
+            return Ok(all_data(&range));
         }
         let Window { offset, logical_block_bytes, .. } = self.shared.window;
         file.extents(offset, u64::from(logical_block_bytes), range, max, query_until_ns())
@@ -412,7 +415,7 @@ impl Driver for LoopDevice {
             relock(&state.file, LockKind::Exclusive).inspect_err(|_| state.file.downgrade(&range))?;
         } else {
             let file = state.file.reopen(true)?;
-            let tail = self.shared.window.partial.then(|| tail_file(&file, true)).transpose()?;
+            let tail = self.shared.window.open_tail(&file, true)?;
             file.set_direct(state.mode.direct.is_some())?;
             // The locks of the two open file descriptions conflict with each other, and the image must not be
             // unlocked in between. So the new one first takes a reader's lock beside the old one's.
@@ -443,7 +446,7 @@ impl Driver for LoopDevice {
         if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
             let message =
-                format!("{} ends at byte {file_size} and cannot grow: {why}", window.path.display());
+                format!("{} ends at byte {file_size} and cannot grow: {why}", self.shared.path().display());
             return Err(unsupported(message));
         }
         let kind = LockKind::of(state.read_only, self.shared_use);
@@ -452,7 +455,7 @@ impl Driver for LoopDevice {
             && let Err(e) = state.file.set_size(end)
         {
             state.file.unlock(&(old_end.min(end)..end));
-            let message = format!("cannot extend {} to {end} bytes", window.path.display());
+            let message = format!("cannot extend {} to {end} bytes", self.shared.path().display());
             return Err(Error::system(message, e).with_hint("choose a smaller size"));
         }
         state.file.unlock(&(end..old_end.max(end)));
@@ -476,7 +479,6 @@ impl Driver for LoopDevice {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let state = locked(&self.shared.state);
-        let counters = self.shared.counters.snapshot();
         let (device, inode) = state.file.identity;
         let (effective, reason) = match &state.mode.direct {
             Some(align) => {
@@ -484,7 +486,7 @@ impl Driver for LoopDevice {
             }
             None => ("off", state.mode.reason.to_string()),
         };
-        vec![
+        let mut facts = vec![
             ("backing-file", self.name.now(&state.file)),
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
@@ -494,16 +496,10 @@ impl Driver for LoopDevice {
             ("direct-io", effective.to_owned()),
             ("direct-io-reason", reason),
             ("dispatch", state.dispatch.name().to_owned()),
-            ("reads-in-flight-max", counters.reads_in_flight_max.to_string()),
-            ("reads-in-flight-mean", format!("{:.1}", counters.reads_in_flight_mean())),
-            ("turns-in-flight-max", counters.turns_in_flight_max.to_string()),
-            ("writers-max", counters.writers_max.to_string()),
-            ("writes-joined", counters.writes_joined.to_string()),
-            ("short-transfers", counters.short_transfers.to_string()),
-            ("retries", counters.retries.to_string()),
-            ("fdatasyncs", counters.flushes.to_string()),
-            ("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()),
-        ]
+        ];
+        facts.extend(self.shared.counters.describe());
+        facts.push(("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()));
+        facts
     }
 }
 

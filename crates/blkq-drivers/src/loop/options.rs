@@ -1,12 +1,13 @@
 //! The options of a loop device, and the checks and choices that follow from them for a given image.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use blkq::text::shell_word;
 use blkq::{DriverSetting, Error};
 
 use crate::errors::invalid;
-use crate::image_file::DirectIo;
+use crate::image_file::{DirectIo, ImageFile};
 use crate::size::LOGICAL_BLOCK_SIZES;
 
 /// How requests are submitted to the file.
@@ -98,7 +99,6 @@ impl DriverSetting for LoopSetting {
 
 /// The part of an image that is served.
 pub(super) struct Window {
-    pub path: PathBuf,
     /// Offset of the device in the file, in bytes.
     pub offset: u64,
     pub logical_block_bytes: u32,
@@ -107,15 +107,17 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not
-    /// fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
-    pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
-        let (path, offset, logical_block_bytes) =
-            (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
+    /// The size of the device in the image at `path`, which has `file_size` bytes, and the number of bytes after it that
+    /// do not fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
+    pub fn capacity(&self, path: &Path, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
+        let (offset, logical_block_bytes) = (self.offset, u64::from(self.logical_block_bytes));
         if file_size == 0 {
-            let word = shell_word(&self.path);
-            return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {word}`")));
+            let word = shell_word(path);
+            let message =
+                format!("{} is empty; give it a size with `truncate -s SIZE {word}`", path.display());
+            return Err(invalid(message));
         }
+        let path = path.display();
         let available = file_size.saturating_sub(offset);
         if available == 0 {
             return Err(invalid(format!(
@@ -149,5 +151,16 @@ impl Window {
             }
             None => Ok((available - available % logical_block_bytes, available % logical_block_bytes)),
         }
+    }
+
+    /// Opens the image again, through the page cache, for the last bytes of a device that may end within a sector.
+    pub fn open_tail(&self, image: &ImageFile, writable: bool) -> Result<Option<Arc<ImageFile>>, Error> {
+        if !self.partial {
+            return Ok(None);
+        }
+        let tail = image.reopen(writable)?;
+        // The kernel must cache only the page that the queues reserve for the page cache, and none that direct I/O uses.
+        tail.turn_off_read_ahead()?;
+        Ok(Some(Arc::new(tail)))
     }
 }

@@ -1,28 +1,33 @@
-//! The data path: one queue of a loop device on one ring.
+//! The data path of a loop device: one queue, which submits requests to the image and interprets the results.
 //!
-//! Requests that may run concurrently are submitted immediately. Requests that take turns (see [`Turns`]) wait in a
-//! FIFO, and adjacent writes that wait are submitted as one call. Where the kernel executes writes one at a time,
-//! several calls are submitted ahead, so that its worker continues with the next write without waking this thread.
+//! The queue executes requests in calls. A call that returns fewer bytes than it has continues with the rest. Where
+//! requests take turns ([`Turns`]), a call may write several adjacent ones.
+//!
+//! If the device ends within a sector, calls are cut at the end of the file: the bytes of the sector beyond it read as
+//! zeroes and are never written, so the file does not grow. Direct I/O cannot transfer a part of a sector. With direct
+//! I/O the last page of the device is therefore always read and written through the page cache. No direct I/O ever
+//! touches that page, because the kernel keeps the page cache and direct I/O coherent by whole pages only. A request
+//! that begins before that page takes two calls, one after the other.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use blkq::stats::add;
+use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{
-    BioFlags, Cqe, DriverContext, DriverQueue, Error, IoResult, Operation, Registrar, Request, Status, Tag,
-    Taken,
+    BioFlags, Cqe, DriverContext, DriverQueue, Error, FileSlot, IoBuffer, IoResult, Operation, Registrar,
+    Request, Segment, Status, Tag, Taken,
 };
-use io_uring::squeue;
+use io_uring::{opcode, squeue, types};
 
-use crate::image_file::OPERATIONS;
+use crate::image_file::{ImageFile, OPERATIONS};
 
 use super::counters::QueueCounters;
-use super::image::Image;
-use super::outcome;
-use super::progress::{NEXT_SHIFT, Progress};
-use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
+use super::shared::{QueueSettings, REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 
 /// Largest call that writes several requests, in bytes: no larger than one request may be.
 const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;
@@ -37,8 +42,15 @@ const TOKEN_POLL_NS: u64 = 1_000_000;
 /// Attempts that would have blocked or were interrupted before the operation is left to a worker thread of the
 /// kernel (IOSQE_ASYNC), which can block.
 const ATTEMPTS_INLINE: u64 = 4;
+/// Consecutive attempts without progress after which an operation fails: a file system may return EAGAIN or
+/// empty transfers forever.
+const ATTEMPTS_MAX: u64 = 64;
 /// Flag of the payload of a call that took its turn. The bits below are the tag of its first request.
 const IN_TURN: u64 = 1 << 16;
+/// Size of the scratch buffer in bytes: the largest alignment of direct I/O, which is the largest logical block.
+const SCRATCH_BYTES: usize = 4096;
+/// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
+const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 
 /// A call in flight that took its turn.
 struct Call {
@@ -58,16 +70,70 @@ enum Token {
     Yes(u32),
 }
 
+/// A file of the image that is registered with the ring.
+struct Registered {
+    file: Arc<ImageFile>,
+    slot: FileSlot,
+}
+
+impl Registered {
+    fn new(file: Arc<ImageFile>, ring: &mut Registrar<'_>) -> Result<Registered, Error> {
+        let slot = ring.register_file(file.ring_file())?;
+        Ok(Registered { file, slot })
+    }
+
+    /// Switches to `file`. If it cannot be registered, the old file stays in use.
+    fn replace(&mut self, file: Arc<ImageFile>, ring: &mut Registrar<'_>) -> Result<(), Error> {
+        if !Arc::ptr_eq(&self.file, &file) {
+            let mut old = std::mem::replace(self, Registered::new(file, ring)?);
+            ring.unregister_file(&mut old.slot);
+        }
+        Ok(())
+    }
+}
+
+/// The progress of a call, stored in the two words that the driver has in the call's first request.
+#[derive(Clone, Copy)]
+struct Progress {
+    /// Bytes that were transferred.
+    done: u64,
+    /// Consecutive attempts without progress.
+    attempts: u64,
+}
+
+/// The first word is `done`. The second word has the attempts below this bit, and above it one more than the tag
+/// of the next request of the same call, or 0 for the last request.
+const NEXT_SHIFT: u32 = 32;
+
+impl Progress {
+    fn load(words: &[u64; 2]) -> Progress {
+        Progress { done: words[0], attempts: words[1] & ((1 << NEXT_SHIFT) - 1) }
+    }
+
+    fn store(self, words: &mut [u64; 2]) {
+        *words = [self.done, words[1] >> NEXT_SHIFT << NEXT_SHIFT | self.attempts];
+    }
+}
+
 pub(super) struct LoopQueue {
     shared: Arc<Shared>,
     index: u16,
-    image: Image,
-    read_only: bool,
-    turns: Turns,
+    settings: QueueSettings,
+    image: Registered,
+    /// The image without direct I/O, if the device may end within a sector.
+    tail: Option<Registered>,
+    /// The open file that is used for flushes: see [`Shared::synced_by`].
+    synced: FileSlot,
+    /// Whether the kernel supports vectored calls on registered memory (Linux 6.15).
+    vectors_registered: bool,
+    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. The array stays uninitialised, so
+    /// that the kernel allocates no pages for tags that are never used.
+    iovecs: Box<[MaybeUninit<libc::iovec>]>,
+    /// The target of the reads of [`LoopQueue::end_entry`]. Its content is never used.
+    scratch: IoBuffer,
     waiting: VecDeque<Tag>,
-    /// The calls in flight that took their turn, in no order; at most `calls_max`.
+    /// The calls in flight that took their turn, in no order; at most [`QueueSettings::calls_max`].
     calls: Vec<Call>,
-    calls_max: usize,
     /// Empty between uses; a list of requests that is kept to avoid an allocation for each call.
     group: Vec<Tag>,
     token: Token,
@@ -83,37 +149,32 @@ impl LoopQueue {
         mut ring: Registrar<'_>,
     ) -> Result<LoopQueue, Error> {
         ring.require(&OPERATIONS)?;
-        let settings = shared.queue_settings();
-        let (read_only, turns, calls_max) = (settings.read_only, settings.turns, settings.calls_max);
-        let image = Image::open(&shared, index, settings, tags, &mut ring)?;
+        let (file, tail, settings) = shared.queue_settings();
+        let synced = shared.synced_by(index)?.as_fd();
+        let mut image = Registered::new(file, &mut ring)?;
+        let mut synced = ring.register_file(synced).inspect_err(|_| ring.unregister_file(&mut image.slot))?;
+        let tail = tail.map(|file| Registered::new(file, &mut ring)).transpose().inspect_err(|_| {
+            ring.unregister_file(&mut image.slot);
+            ring.unregister_file(&mut synced);
+        })?;
         Ok(LoopQueue {
             index,
+            settings,
             image,
-            read_only,
-            turns,
+            tail,
+            synced,
+            vectors_registered: ring.supports(opcode::ReadvFixed::CODE)
+                && ring.supports(opcode::WritevFixed::CODE),
+            iovecs: Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX)),
+            scratch: IoBuffer::zeroed(SCRATCH_BYTES),
             waiting: VecDeque::with_capacity(tags),
             calls: Vec::with_capacity(tags),
-            calls_max,
             group: Vec::with_capacity(tags),
             token: Token::No,
             in_flight: 0,
             reads_in_flight: 0,
             shared,
         })
-    }
-
-    /// Whether a discard contains no whole unit of the block device. The discard then
-    /// completes without doing anything, because a discard is only advice.
-    fn discards_nothing(&self, request: &Request) -> bool {
-        self.shared.discard_range(request.offset(), self.image.bytes(request)).is_empty()
-    }
-
-    fn waits_for_its_turn(&self, operation: Operation) -> bool {
-        match self.turns {
-            Turns::None => false,
-            Turns::Writes => operation.is_write(),
-            Turns::All => true,
-        }
     }
 
     /// Counts the requests of a new call, and submits the call.
@@ -149,7 +210,7 @@ impl LoopQueue {
     fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
         let first = tags[0];
         let progress = Progress::load(cx.pdu(first));
-        let entry = self.image.entry(cx, &self.shared, tags, progress.done);
+        let entry = self.entry(cx, tags, progress.done);
         let entry =
             if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
         let payload = u64::from(first.0) | if in_turn { IN_TURN } else { 0 };
@@ -159,13 +220,254 @@ impl LoopQueue {
         unsafe { cx.push(entry, payload) }
     }
 
+    /// The submission that continues a call at byte `done`. The call consists of the requests `tags`, which are
+    /// adjacent in this order.
+    fn entry(&mut self, cx: &DriverContext<'_>, tags: &[Tag], done: u64) -> squeue::Entry {
+        let request = cx.request(tags[0]);
+        let (file, offset) = (cx.file(&self.image.slot), self.shared.window.offset + request.offset() + done);
+        let fallocate = |range: Range<u64>, mode| {
+            let call = opcode::Fallocate::new(file, range.end - range.start).offset(range.start);
+            call.mode(mode | libc::FALLOC_FL_KEEP_SIZE).build()
+        };
+        match request.operation() {
+            Operation::Flush => {
+                opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
+            }
+            Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, done),
+            Operation::WriteZeroes if done > 0 => self.end_entry(cx, request, offset),
+            Operation::WriteZeroes => {
+                let no_unmap = request.flags().contains(BioFlags::NO_UNMAP);
+                let mode = if no_unmap { libc::FALLOC_FL_ZERO_RANGE } else { libc::FALLOC_FL_PUNCH_HOLE };
+                fallocate(offset..offset + self.settings.bytes(request), mode)
+            }
+            Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
+                let range = self.discard_range(request);
+                let mut length = [0; 16];
+                length[..8].copy_from_slice(&(range.end - range.start).to_ne_bytes());
+                let command = opcode::UringCmd16::new(file, BLOCK_URING_CMD_DISCARD);
+                command.addr(Some(range.start)).cmd(length).build()
+            }
+            Operation::Discard => fallocate(self.discard_range(request), libc::FALLOC_FL_PUNCH_HOLE),
+        }
+    }
+
+    fn discard_range(&self, request: &Request) -> Range<u64> {
+        self.shared.discard_range(request.offset(), self.settings.bytes(request))
+    }
+
+    /// A read of the last bytes before `end`, after fallocate(2) has zeroed a range that ends there. If the file has
+    /// become shorter, fallocate(2) does nothing beyond its end and still succeeds. Only a short read reveals this.
+    fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
+        let (unit, in_tail) = self.settings.end_unit(request);
+        let file = cx.file(self.slot(in_tail));
+        opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
+    }
+
+    /// The registered file for a call to the tail, or for any other call.
+    fn slot(&self, in_tail: bool) -> &FileSlot {
+        match &self.tail {
+            Some(tail) if in_tail => &tail.slot,
+            _ => &self.image.slot,
+        }
+    }
+
+    /// The submission that transfers `tags` from byte `done`, which is at `offset` of the file. If there are more
+    /// segments than the arguments have room for, the call is shorter, and continues as after a short transfer.
+    fn transfer_entry(
+        &mut self,
+        cx: &DriverContext<'_>,
+        tags: &[Tag],
+        offset: u64,
+        done: u64,
+    ) -> squeue::Entry {
+        let request = cx.request(tags[0]);
+        let (end, in_tail) = match self.settings.reaches_tail(request) {
+            true => self.settings.tail_call(request, done),
+            false => (u64::MAX, false),
+        };
+        let file = cx.file(self.slot(in_tail));
+        let read = request.operation() == Operation::Read;
+        let is_durable = !read && request.flags().contains(BioFlags::FUA);
+        let rw_flags = if is_durable { libc::RWF_DSYNC } else { 0 };
+        macro_rules! transfer {
+            ($opcode:ident, $($argument:expr),+) => {
+                opcode::$opcode::new(file, $($argument),+).offset(offset).rw_flags(rw_flags).build()
+            };
+        }
+        let (ptr, len, count, registered) = match cx.kernel_pages(tags[0]) {
+            Some(pages) => {
+                let rest = pages.part(done as u32, pages.len() - done as u32);
+                let place = std::ptr::without_provenance_mut(rest.offset() as usize);
+                (place, rest.len(), 1, Some(rest.index()))
+            }
+            None => self.gather(cx, tags, done..end),
+        };
+        let vectors = self.iovecs[tags[0].index() * usize::from(SEGMENTS_MAX)..].as_ptr().cast();
+        match (read, count, registered) {
+            (true, 1, Some(index)) => transfer!(ReadFixed, ptr, len, index),
+            (true, 1, None) => transfer!(Read, ptr, len),
+            (true, _, Some(index)) => transfer!(ReadvFixed, vectors, count as u32, index),
+            (true, _, None) => transfer!(Readv, vectors, count as u32),
+            (false, 1, Some(index)) => transfer!(WriteFixed, ptr, len, index),
+            (false, 1, None) => transfer!(Write, ptr, len),
+            (false, _, Some(index)) => transfer!(WritevFixed, vectors, count as u32, index),
+            (false, _, None) => transfer!(Writev, vectors, count as u32),
+        }
+    }
+
+    /// Fills in the arguments of the call that transfers `bytes` of the requests `tags`. Returns the only or last
+    /// segment, the number of segments, and the registered buffer that contains all of them.
+    #[inline]
+    fn gather(
+        &mut self,
+        cx: &DriverContext<'_>,
+        tags: &[Tag],
+        bytes: Range<u64>,
+    ) -> (*mut u8, u32, usize, Option<u16>) {
+        let room = usize::from(SEGMENTS_MAX);
+        let begin = tags[0].index() * room;
+        let iovecs = &mut self.iovecs[begin..begin + room];
+        let (mut skip, mut left, mut count) = (bytes.start, bytes.end - bytes.start, 0);
+        let mut last = Segment::new(std::ptr::null_mut(), 0);
+        // Whether all segments are in one registered buffer.
+        let mut together = true;
+        for &tag in tags {
+            cx.for_each_segment(tag, |mut segment| {
+                let skipped = skip.min(u64::from(segment.len));
+                skip -= skipped;
+                segment.ptr = segment.ptr.wrapping_add(skipped as usize);
+                segment.len = left.min(u64::from(segment.len) - skipped) as u32;
+                left -= u64::from(segment.len);
+                if segment.len > 0
+                    && let Some(place) = iovecs.get_mut(count)
+                {
+                    place.write(libc::iovec { iov_base: segment.ptr.cast(), iov_len: segment.len as usize });
+                    together &= count == 0 || last.same_registration(&segment);
+                    last = segment;
+                    count += 1;
+                }
+            });
+        }
+        let is_reached = count == 1 || together && self.vectors_registered;
+        let registered = if is_reached { cx.registered_buffer(&last) } else { None };
+        (last.ptr, last.len, count, registered)
+    }
+
     /// Completes the requests of a call for which the ring returned `result`, or submits the call again.
     #[inline]
     fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: i32) {
-        match outcome::of(&self.image, &self.shared, self.counters(), cx, tags, result) {
+        match self.outcome(cx, tags, result) {
             Some(result) => self.complete(cx, tags, in_turn, result),
             None => self.submit(cx, tags, in_turn),
         }
+    }
+
+    /// Interprets `result`, which the ring returned for the call of the requests `tags`. Returns `None` if the call
+    /// must be submitted again, for the rest.
+    fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Option<IoResult> {
+        let request = cx.request(tags[0]);
+        let (operation, has_tail) = (request.operation(), self.settings.reaches_tail(request));
+        let progress = Progress::load(&request.pdu);
+        if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
+            return self.again(cx, tags[0], progress, Status::Resource);
+        }
+        if !operation.has_data() {
+            return self.outcome_without_data(cx, tags[0], result);
+        }
+        if result < 0 {
+            return Some(Err(Status::from_errno(-result)));
+        }
+        let total: u64 = match has_tail {
+            true => self.settings.bytes(request),
+            false => tags.iter().map(|&tag| cx.request(tag).bytes()).sum(),
+        };
+        let reached = progress.done + result as u64;
+        if reached >= total {
+            if has_tail && operation == Operation::Read {
+                clear_padding(cx, tags[0], total);
+            }
+            return Some(Ok(()));
+        }
+        // A request that reaches the tail takes two calls; ending at the boundary is not a short transfer.
+        if !has_tail || reached < self.settings.tail_call(request, progress.done).0 {
+            add(&self.counters().short_transfers, 1);
+        }
+        // Direct I/O can continue only at a multiple of its alignment, so the bytes beyond the last multiple are
+        // transferred again.
+        let done = reached - reached % self.settings.align;
+        if done > progress.done {
+            Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));
+            return None;
+        }
+        match (operation, result) {
+            // A read without progress means that the file has become shorter than the device.
+            (Operation::Read, _) => Some(Err(Status::Io)),
+            (_, 0) => Some(Err(Status::NoSpace)),
+            _ => self.again(cx, tags[0], progress, Status::Io),
+        }
+    }
+
+    fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Option<IoResult> {
+        let (shared, request) = (&self.shared, cx.request(tag));
+        let (operation, flags) = (request.operation(), request.flags());
+        let is_end_read = Progress::load(&request.pdu).done > 0;
+        if result >= 0 {
+            return match operation {
+                Operation::Flush if shared.writeback_failed.load(Relaxed) => Some(Err(Status::Io)),
+                // If the read is short, the file has become shorter than the device.
+                _ if is_end_read && result as u64 != self.settings.end_unit(request).0 => {
+                    Some(Err(Status::Io))
+                }
+                Operation::WriteZeroes if !is_end_read && !shared.block_device => {
+                    let done = self.settings.bytes(request);
+                    Progress { done, attempts: 0 }.store(cx.pdu(tag));
+                    None
+                }
+                _ => Some(Ok(())),
+            };
+        }
+        let status = Status::from_errno(-result);
+        match operation {
+            // After a failed write-back the kernel marks the pages as clean, and the next fdatasync(2) succeeds without
+            // them. So once a flush has failed, all later ones fail, too.
+            Operation::Flush => {
+                let is_cached = !self.settings.direct || self.tail.is_some();
+                shared.writeback_failed.fetch_or(is_cached, Relaxed);
+            }
+            // Kernels before 6.12 do not have the command. Discards use the slower fallocate(2) from now on.
+            Operation::Discard
+                if shared.discard_by_command.load(Relaxed)
+                    && matches!(status, Status::NotSupported | Status::Invalid) =>
+            {
+                shared.discard_by_command.store(false, Relaxed);
+                return None;
+            }
+            _ if status == Status::NotSupported && !is_end_read => {
+                let supported = match operation {
+                    Operation::Discard => &shared.discards,
+                    _ if flags.contains(BioFlags::NO_UNMAP) => &shared.zeroes_no_unmap,
+                    _ => &shared.zeroes,
+                };
+                supported.store(false, Relaxed);
+                cx.limits_changed();
+            }
+            _ => {}
+        }
+        Some(Err(status))
+    }
+
+    /// Repeats a call that made no progress; once [`ATTEMPTS_MAX`] is reached it fails with `spent`.
+    fn again(
+        &self,
+        cx: &mut DriverContext<'_>,
+        tag: Tag,
+        progress: Progress,
+        spent: Status,
+    ) -> Option<IoResult> {
+        let attempts = progress.attempts + 1;
+        Progress { attempts, ..progress }.store(cx.pdu(tag));
+        add(&self.counters().retries, 1);
+        if attempts < ATTEMPTS_MAX { None } else { Some(Err(spent)) }
     }
 
     fn counters(&self) -> &QueueCounters {
@@ -190,7 +492,7 @@ impl LoopQueue {
 
     /// Begins waiting requests as far as the limits on calls in flight and the writer token allow.
     fn take_turn(&mut self, cx: &mut DriverContext<'_>) {
-        if self.calls.len() > CALLS_LOW.min(self.calls_max - 1) {
+        if self.calls.len() > CALLS_LOW.min(self.settings.calls_max - 1) {
             return;
         }
         let has_token = matches!(self.token, Token::Yes(_));
@@ -226,7 +528,7 @@ impl LoopQueue {
         let apart = |call: &Call| {
             call.operation.is_write() && (call.range.end <= range.start || range.end <= call.range.start)
         };
-        let one_more = self.calls.len() < self.calls_max && !self.is_unfair();
+        let one_more = self.calls.len() < self.settings.calls_max && !self.is_unfair();
         one_more && request.operation().is_write() && self.calls.iter().all(apart)
     }
 
@@ -256,11 +558,11 @@ impl LoopQueue {
         let joinable = |tag: Tag| {
             let request = cx.request(tag);
             let alone = request.flags().intersects(BioFlags::FUA | BioFlags::NO_MERGE);
-            let alone = alone || self.image.tail.is_reached_by(request);
+            let alone = alone || self.settings.reaches_tail(request);
             request.operation() == Operation::Write && !alone
         };
         let first = tags[0];
-        if self.turns != Turns::Writes || !joinable(first) {
+        if self.settings.turns != Turns::Writes || !joinable(first) {
             return;
         }
         let mut segments = cx.request(first).segment_count();
@@ -280,9 +582,21 @@ impl LoopQueue {
     }
 }
 
+/// Zeroes the memory of a read from byte `keep` on, which is beyond the end of the device.
+fn clear_padding(cx: &DriverContext<'_>, tag: Tag, mut keep: u64) {
+    cx.for_each_segment(tag, |segment| {
+        let kept = keep.min(u64::from(segment.len));
+        keep -= kept;
+        let (kept, len) = (kept as usize, segment.len as usize);
+        // SAFETY: the memory of a read that has not completed is valid and ours to fill.
+        unsafe { segment.ptr.add(kept).write_bytes(0, len - kept) }
+    });
+}
+
 // SAFETY: a request completes when the ring has completed the one entry in flight for it, or before there is one.
 unsafe impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        let turns = self.settings.turns;
         for &tag in tags {
             let request = cx.request(tag);
             let operation = request.operation();
@@ -291,13 +605,14 @@ unsafe impl DriverQueue for LoopQueue {
             let maybe_slow = operation == Operation::WriteZeroes
                 && self.shared.block_device
                 && request.flags().contains(BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK);
-            if self.read_only && operation.is_write() {
+            if self.settings.read_only && operation.is_write() {
                 cx.complete(tag, Err(Status::ReadOnly));
             } else if maybe_slow {
                 cx.complete(tag, Err(Status::NotSupported));
-            } else if operation == Operation::Discard && self.discards_nothing(request) {
+            } else if operation == Operation::Discard && self.discard_range(request).is_empty() {
+                // The range contains no whole unit of the block device, and a discard is only advice.
                 cx.complete(tag, Ok(()));
-            } else if self.waits_for_its_turn(operation) {
+            } else if turns == Turns::All || turns == Turns::Writes && operation.is_write() {
                 self.waiting.push_back(tag);
             } else {
                 self.begin(cx, &[tag], false);
@@ -353,18 +668,22 @@ unsafe impl DriverQueue for LoopQueue {
     }
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
-        let settings = self.shared.queue_settings();
-        self.read_only = settings.read_only;
-        self.turns = settings.turns;
-        self.calls_max = settings.calls_max;
-        // If the new file cannot be registered, the queue keeps the old one, which is the same image opened for
-        // reading only.
-        self.read_only |= self.image.reload(settings, cx).is_err();
+        let (file, tail, settings) = self.shared.queue_settings();
+        self.settings = settings;
+        let Some(mut ring) = cx.registrar() else { return };
+        let mut replaced = self.image.replace(file, &mut ring);
+        if let Some((old, file)) = self.tail.as_mut().zip(tail) {
+            replaced = replaced.and(old.replace(file, &mut ring));
+        }
+        // A queue that keeps an old file has the same image opened for reading only.
+        self.settings.read_only |= replaced.is_err();
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {
         if let Some(mut ring) = cx.registrar() {
-            self.image.close(&mut ring);
+            let tail = self.tail.as_mut().map(|tail| &mut tail.slot);
+            let slots = [&mut self.image.slot, &mut self.synced].into_iter().chain(tail);
+            slots.for_each(|slot| ring.unregister_file(slot));
         }
     }
 }
@@ -378,8 +697,10 @@ impl Drop for LoopQueue {
             _ => {}
         }
         if self.in_flight > 0 {
-            // Requests are still in flight because the thread panicked, and the kernel may use their memory.
-            self.image.leak();
+            // Requests are still in flight because the thread panicked. The kernel may read the arguments and write to
+            // the scratch buffer.
+            std::mem::forget(std::mem::take(&mut self.iovecs));
+            std::mem::forget(std::mem::replace(&mut self.scratch, IoBuffer::zeroed(0)));
         }
     }
 }

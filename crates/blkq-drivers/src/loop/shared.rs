@@ -2,18 +2,18 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::{Mutex, lock as locked};
-use blkq::{Error, Wake};
+use blkq::{Error, Request, Wake};
 
 use crate::image_file::{DirectIo, ImageFile, Mode};
 
 use super::counters::LoopCounters;
-use super::options::{Dispatch, Window};
-use super::tail::TailSettings;
+use super::options::{Dispatch, LoopOptions, Window};
 use super::writer::{QUEUES_MAX, WriterToken};
 
 /// 2560 sectors, as in the kernel's loop driver.
@@ -53,7 +53,7 @@ pub(super) struct Shared {
     /// On a cache line of its own, because queues that only read use the fields around it.
     pub writer: CachePadded<WriterToken>,
     pub wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
-    pub counters: Arc<LoopCounters>,
+    pub counters: LoopCounters,
     /// Discards use BLOCK_URING_CMD_DISCARD (Linux 6.12) instead of fallocate(2).
     pub discard_by_command: AtomicBool,
     /// A sync of the page cache has failed. Never reset: the kernel marks lost pages as clean.
@@ -81,39 +81,121 @@ pub(super) struct State {
 
 /// The settings that a queue copies when it is opened, and again after each change.
 pub(super) struct QueueSettings {
-    pub file: Arc<ImageFile>,
+    pub direct: bool,
+    /// The unit of offsets and lengths in bytes, in which a direct transfer can continue; 1 for buffered I/O.
     pub align: u64,
-    pub tail: TailSettings,
+    /// Size of the device in bytes.
+    size: u64,
+    /// Offset in the device of its tail, at which calls must be cut: with direct I/O the unit of the page cache that
+    /// contains the end. `u64::MAX` if the size is a multiple of the sector size.
+    tail_begin: u64,
     pub read_only: bool,
     pub turns: Turns,
     pub calls_max: usize,
 }
 
+impl QueueSettings {
+    /// Whether `request` extends into the tail.
+    #[inline]
+    pub fn reaches_tail(&self, request: &Request) -> bool {
+        request.offset() + request.bytes() > self.tail_begin
+    }
+
+    /// The number of bytes of `request` that are within the device.
+    #[inline]
+    pub fn bytes(&self, request: &Request) -> u64 {
+        request.bytes().min(self.size.saturating_sub(request.offset()))
+    }
+
+    /// Where the call ends that continues `request` at byte `done`, in bytes of the request, which reaches the tail.
+    /// Also returns whether the call must go through the page cache although the device uses direct I/O.
+    pub fn tail_call(&self, request: &Request, done: u64) -> (u64, bool) {
+        let begin = self.tail_begin.saturating_sub(request.offset());
+        if self.direct && done < begin { (begin, false) } else { (self.bytes(request), self.direct) }
+    }
+
+    /// The number of bytes at the end of `request` that can be read alone, and whether such a read must go through the
+    /// page cache although the device uses direct I/O.
+    pub fn end_unit(&self, request: &Request) -> (u64, bool) {
+        let in_tail = self.direct && self.reaches_tail(request);
+        (if in_tail { 1 } else { self.align }, in_tail)
+    }
+}
+
 impl Shared {
-    pub fn queue_settings(&self) -> QueueSettings {
+    /// `image` is the image, opened with `options`, in the mode `mode`. `synced` is the image in another open file
+    /// description.
+    pub fn new(
+        image: ImageFile,
+        synced: ImageFile,
+        window: Window,
+        options: &LoopOptions,
+        mode: Mode,
+        size: u64,
+    ) -> Result<Arc<Shared>, Error> {
+        // The kernel rejects fallocate(2) on a part of a block of a block device.
+        let takes_any_sector = !image.block_device || image.logical_block <= window.logical_block_bytes;
+        Ok(Arc::new(Shared {
+            discard_unit: if takes_any_sector { 1 } else { u64::from(image.logical_block) },
+            cache_unit: u64::from(image.physical_block).max(rustix::param::page_size() as u64),
+            block_device: image.block_device,
+            synced,
+            synced_by_queues: std::array::from_fn(|_| OnceLock::new()),
+            writer: CachePadded::new(WriterToken::new()),
+            wakes: std::array::from_fn(|_| OnceLock::new()),
+            counters: LoopCounters::new(),
+            discard_by_command: AtomicBool::new(image.block_device),
+            writeback_failed: AtomicBool::new(false),
+            discards: AtomicBool::new(image.discards),
+            zeroes: AtomicBool::new(takes_any_sector),
+            zeroes_no_unmap: AtomicBool::new(takes_any_sector),
+            state: Mutex::new(State {
+                tail: window.open_tail(&image, !options.read_only)?,
+                file: Arc::new(image),
+                writable: !options.read_only,
+                requested: options.direct_io,
+                mode,
+                dispatch: options.dispatch,
+                read_only: options.read_only,
+                size_limit: options.size_limit,
+                size,
+            }),
+            window,
+        }))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.synced.path
+    }
+
+    /// The image, its [`State::tail`], and the settings for a queue.
+    pub fn queue_settings(&self) -> (Arc<ImageFile>, Option<Arc<ImageFile>>, QueueSettings) {
         let state = locked(&self.state);
-        let tail = TailSettings {
-            begin: self.tail_begin(&state),
-            size: state.size,
-            direct: state.mode.direct.is_some(),
-            file: state.tail.clone(),
-        };
-        let turns = match (state.dispatch, &state.mode.direct) {
-            (Dispatch::Serial, _) => Turns::All,
-            (Dispatch::Concurrent, None) => Turns::Writes,
-            (Dispatch::Concurrent, Some(_)) => Turns::None,
+        let direct = state.mode.direct;
+        let turns = match state.dispatch {
+            Dispatch::Serial => Turns::All,
+            Dispatch::Concurrent if direct.is_some() => Turns::None,
+            Dispatch::Concurrent => Turns::Writes,
         };
         // io_uring executes the buffered writes of one ring to a regular file one after the other on one worker
         // (IO_WQ_HASHED), so several can be submitted. In all other cases the driver queues them itself.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
-        QueueSettings {
-            tail,
-            calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
-            file: Arc::clone(&state.file),
-            align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
+        let rest = state.size % u64::from(self.window.logical_block_bytes);
+        let start = self.window.offset;
+        let settings = QueueSettings {
+            direct: direct.is_some(),
+            align: direct.map_or(1, |align| u64::from(align.offset)),
+            size: state.size,
+            tail_begin: match direct {
+                _ if rest == 0 => u64::MAX,
+                Some(_) => ((start + state.size) & !(self.cache_unit - 1)).saturating_sub(start),
+                None => state.size - rest,
+            },
             read_only: state.read_only,
             turns,
-        }
+            calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
+        };
+        (Arc::clone(&state.file), state.tail.clone(), settings)
     }
 
     /// The image in the open file description for the syncs of `queue`, which is opened now if it is not open yet.
@@ -125,17 +207,6 @@ impl Shared {
         }
         let file = self.synced.reopen(false)?.into_file();
         Ok(place.get_or_init(|| file))
-    }
-
-    /// See [`TailSettings::begin`].
-    fn tail_begin(&self, state: &State) -> u64 {
-        let rest = state.size % u64::from(self.window.logical_block_bytes);
-        let start = self.window.offset;
-        match state.mode.direct {
-            _ if rest == 0 => u64::MAX,
-            Some(_) => ((start + state.size) & !(self.cache_unit - 1)).saturating_sub(start),
-            None => state.size - rest,
-        }
     }
 
     /// The whole units of a discard, as a range of the file; it may be empty. `offset` is in bytes of the

@@ -145,6 +145,15 @@ fn fact(device: &LoopDevice, name: &str) -> String {
     device.describe().into_iter().find(|(key, _)| *key == name).unwrap().1
 }
 
+fn count(device: &LoopDevice, name: &str) -> u64 {
+    fact(device, name).parse().unwrap()
+}
+
+/// The number of queues with writes in flight that take turns.
+fn writers(device: &LoopDevice) -> u64 {
+    device.shared.counters.writers.load(Relaxed)
+}
+
 /// Pages of the image in the page cache, and how many of them are dirty or under write-back.
 fn cached(path: &Path) -> (u64, u64) {
     #[repr(C)]

@@ -121,7 +121,7 @@ fn more_segments_than_fit_into_a_call_take_several_calls() {
         assert_eq!(h.run(write).0, Ok(()));
         let read = h.read(512, &[512; 150]);
         assert_eq!(h.run(read), (Ok(()), want));
-        assert!(device.counters().snapshot().short_transfers >= 2);
+        assert!(count(&device, "short-transfers") >= 2);
     }
 }
 
@@ -141,7 +141,7 @@ fn reading_past_a_truncated_file_is_an_error_not_zeroes() {
         assert_eq!(h.wait(across).0, Err(Status::Io), "{direct_io:?} {left}");
         assert_eq!(h.wait(beyond).0, Err(Status::Io));
         assert_eq!(h.wait(inside).0, Ok(()));
-        assert!(device.counters().snapshot().short_transfers > 0);
+        assert!(count(&device, "short-transfers") > 0);
     }
 }
 
@@ -156,7 +156,7 @@ fn a_full_file_system_is_reported_as_no_space() {
     assert_eq!(h.run(small).0, Ok(()));
     let large = h.write(4096, vec![pattern(128 << 10, 2), pattern(128 << 10, 3)]);
     assert_eq!(h.run(large).0, Err(Status::NoSpace));
-    assert!(device.counters().snapshot().short_transfers > 0, "it wrote what fits first");
+    assert!(count(&device, "short-transfers") > 0, "it wrote what fits first");
     assert_eq!(h.read_back(0, 4096), pattern(4096, 1).to_vec(), "the device still works");
 }
 
@@ -183,9 +183,8 @@ fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
         assert_eq!(bytes_of(&path, i * 4096, 4096), pattern(4096, i).to_vec(), "{i}");
     }
     assert_eq!(bytes_of(&path, 65536, 4096), pattern(4096, 12).to_vec());
-    let counters = device.counters().snapshot();
-    assert_eq!(counters.writes_joined, 7);
-    assert_eq!((counters.writers, counters.writers_max), (0, 1));
+    assert_eq!(count(&device, "writes-joined"), 7);
+    assert_eq!((writers(&device), count(&device, "writers-max")), (0, 1));
 }
 
 // Contract: data
@@ -200,7 +199,7 @@ fn an_error_of_joined_writes_fails_each_of_them() {
     for tag in tags {
         assert_eq!(h.wait(tag).0, Err(Status::NoSpace));
     }
-    assert_eq!(device.counters().snapshot().writes_joined, 15);
+    assert_eq!(count(&device, "writes-joined"), 15);
 }
 
 // Contract: durability
@@ -221,7 +220,7 @@ fn flush_and_fua_leave_nothing_dirty() {
         assert_eq!(h.run(fua).0, Ok(()));
         assert_eq!(cached(&path).1, 0);
     }
-    assert_eq!(device.counters().snapshot().flushes, 1);
+    assert_eq!(count(&device, "fdatasyncs"), 1);
 }
 
 // Contract: no-unmap
@@ -400,7 +399,7 @@ fn interrupted_calls_are_repeated_but_not_forever() {
     let device = open(&path, DirectIo::Off);
     for (errno, times) in [(libc::EINTR, 3), (libc::EAGAIN, 10)] {
         let mut h = Harness::open(&device).unwrap();
-        let before = device.counters().snapshot().retries;
+        let before = count(&device, "retries");
         let read = h.read(0, &[4096]);
         h.start(&[read]);
         for _ in 0..times {
@@ -411,7 +410,7 @@ fn interrupted_calls_are_repeated_but_not_forever() {
         // dropped, because the injected ones replace them.
         h.swallow = times;
         assert_eq!(h.wait(read), (Ok(()), vec![0; 4096]));
-        assert_eq!(device.counters().snapshot().retries - before, times as u64);
+        assert_eq!(count(&device, "retries") - before, times as u64);
     }
     let mut h = Harness::open(&device).unwrap();
     let read = h.read(0, &[4096]);
@@ -439,7 +438,7 @@ fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
         for tag in reads {
             assert_eq!(h.wait(tag).0, Ok(()));
         }
-        let most = device.counters().snapshot().reads_in_flight_max;
+        let most = count(&device, "reads-in-flight-max");
         assert_eq!(most, if dispatch == Dispatch::Serial { 1 } else { 16 });
     }
 }
@@ -462,7 +461,7 @@ fn serial_dispatch_has_one_call_of_any_kind_in_flight() {
         for tag in tags {
             assert_eq!(h.wait(tag).0, Ok(()));
         }
-        let most = device.counters().snapshot().turns_in_flight_max;
+        let most = count(&device, "turns-in-flight-max");
         match (direct_io, dispatch) {
             (_, Dispatch::Serial) => assert_eq!(most, 1),
             (DirectIo::Off, _) => assert!(most > 1, "{most}: the kernel's worker has nothing queued"),
@@ -495,8 +494,8 @@ fn two_queues_have_one_writer_and_neither_starves() {
             });
         }
     });
-    assert_eq!(device.counters().snapshot().writers_max, 1);
-    assert_eq!(device.counters().snapshot().writers, 0);
+    assert_eq!(count(&device, "writers-max"), 1);
+    assert_eq!(writers(&device), 0);
 }
 
 #[test]
@@ -523,7 +522,7 @@ fn the_writer_hands_over_and_kicks() {
     for tag in ours {
         assert_eq!(first.wait(tag).0, Ok(()));
     }
-    assert_eq!(device.counters().snapshot().writers_max, 1);
+    assert_eq!(count(&device, "writers-max"), 1);
     // Closing a queue that has the token or waits for it leaves no other queue waiting.
     let theirs = second.write(2 * MIB, vec![filled(4096, 3)]);
     second.start(&[theirs]);
@@ -553,7 +552,7 @@ fn writes_to_the_same_place_are_done_in_order() {
             want[place(i) as usize..][..4096].fill(i + 1);
         }
         assert!(bytes_of(&path, 0, want.len()) == want, "{dispatch:?}");
-        assert_eq!(device.counters().snapshot().writers_max, 1);
+        assert_eq!(count(&device, "writers-max"), 1);
     }
 }
 
