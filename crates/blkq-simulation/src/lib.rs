@@ -12,12 +12,16 @@
 #[cfg(simulation)]
 mod file;
 #[cfg(simulation)]
+mod injections;
+#[cfg(simulation)]
 mod kernel;
 #[cfg(simulation)]
 mod world;
 
 #[cfg(simulation)]
 pub use file::{SECTOR_BYTES, SimulatedFile};
+#[cfg(simulation)]
+pub use injections::{Hit, Injection, take_injections};
 #[cfg(simulation)]
 pub use kernel::{Defect, Faults};
 #[cfg(simulation)]

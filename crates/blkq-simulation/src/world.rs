@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use blkq::random::Random;
 use blkq::simulation::{World as Simulated, install};
-use blkq_drivers::fault::take_injections;
+use blkq_drivers::fault::observe;
 use io_uring::squeue;
 
 use crate::file::SimulatedFile;
+use crate::injections::{record, take_injections};
 use crate::kernel::{Cqe, Defect, Faults, Kernel};
 
 thread_local! {
@@ -110,6 +111,7 @@ impl Simulated for ThisThread {
 pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
     WORLD.set(World::new(seed, file_bytes, faults));
     take_injections();
+    observe(record);
     install(&ThisThread);
 }
 

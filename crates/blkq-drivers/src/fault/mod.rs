@@ -5,10 +5,7 @@
 //! place, with other memory, or later. So the wrapped driver receives ordinary requests within its limits. The fault driver
 //! allocates memory for every request, so it is not meant for measuring speed.
 
-#[cfg(simulation)]
-mod injections;
-#[cfg(not(simulation))]
-mod injections_ignored;
+mod observer;
 mod queue;
 mod rules;
 mod spec;
@@ -26,10 +23,7 @@ use blkq::{
     Change, DepthExtent, Driver, DriverQueue, DriverSetting, Error, Extent, OpenContext, QueueLimits,
 };
 
-#[cfg(simulation)]
-pub use injections::{Hit, Injection, take_injections};
-#[cfg(not(simulation))]
-use injections_ignored as injections;
+pub use observer::{Injection, observe};
 use queue::FaultQueue;
 use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};

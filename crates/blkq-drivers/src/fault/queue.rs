@@ -11,7 +11,7 @@ use blkq::{
     Sector, Segment, Status, Tag, Taken, WrappedQueue,
 };
 
-use super::injections;
+use super::observer::{Injection, report};
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
@@ -94,7 +94,9 @@ impl FaultQueue {
             if !self.hits(rule, state, request) {
                 continue;
             }
-            injections::armed(rule);
+            if let Some(file) = &rule.file {
+                report(cx, Injection::Armed(file));
+            }
             match rule.effect {
                 Effect::Delay { mean_ns, p99_ns } => {
                     wait_ns += delay_ns(mean_ns, p99_ns, &mut self.random);
@@ -142,7 +144,7 @@ impl FaultQueue {
                 _ => None,
             };
             if let (Some(effect), Some(result)) = (effect, immediate_result) {
-                injections::hit(cx, tag, effect, 0);
+                report(cx, Injection::Hit(tag, effect, 0));
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
                 self.prepared.push_back(tag);
@@ -164,14 +166,14 @@ impl FaultQueue {
                 let block = u64::from(self.limits.logical_block_bytes);
                 bytes = self.random.below(bytes / block) * block;
                 self.plans[tag.index()].bytes = bytes;
-                injections::hit(cx, tag, effect, bytes);
+                report(cx, Injection::Hit(tag, effect, bytes));
                 if bytes == 0 {
                     return false;
                 }
             }
             Some(Effect::Misdirect) => {
                 sector = self.misdirected_sector(sector, bytes);
-                injections::hit(cx, tag, Effect::Misdirect, sector.bytes());
+                report(cx, Injection::Hit(tag, Effect::Misdirect, sector.bytes()));
             }
             _ => {}
         }
@@ -179,7 +181,7 @@ impl FaultQueue {
         cx.for_each_segment(tag, |segment| segments.push(segment));
         if effect == Some(Effect::Corrupt) && operation == Operation::Write {
             let bit = self.alter(tag, &mut segments);
-            injections::hit(cx, tag, Effect::Corrupt, bit);
+            report(cx, Injection::Hit(tag, Effect::Corrupt, bit));
         }
         // SAFETY: the segments belong to this queue's request or to the copy in its plan. Both stay valid until the wrapped
         // queue has completed its request. The wrapped queue has no other request with this tag, because a request begins
@@ -237,7 +239,9 @@ impl FaultQueue {
 
     fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
-        injections::completed(cx, tag, plan.effect, result);
+        if plan.effect.is_some() {
+            report(cx, Injection::Completed(tag, result));
+        }
         let request = cx.request(tag);
         let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
         let result = match (result, plan.effect) {
@@ -249,7 +253,7 @@ impl FaultQueue {
             }
             (Ok(()), Some(Effect::Corrupt)) if read => {
                 let bit = self.random.below(bytes * 8);
-                injections::hit(cx, tag, Effect::Corrupt, bit);
+                report(cx, Injection::Hit(tag, Effect::Corrupt, bit));
                 alter_read(cx, tag, bit / 8, bit / 8 + 1, |byte| *byte ^= 1 << (bit % 8));
                 Ok(())
             }

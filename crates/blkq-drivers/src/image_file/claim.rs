@@ -12,10 +12,6 @@ use blkq::{Error, ErrorKind};
 
 use super::file::ImageFile;
 
-fn sysfs(device: u64) -> String {
-    format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device))
-}
-
 impl ImageFile {
     /// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses
     /// bytes of `range`. If both this device and the kernel's loop device are read-only, they may share the
@@ -117,7 +113,7 @@ impl FileId {
 }
 
 fn user_of(device: u64) -> Option<String> {
-    let directory = sysfs(device);
+    let directory = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
     if let Some(user) = user_of_one(device, &directory) {
         return Some(format!("it is {user}"));
     }

@@ -1,11 +1,13 @@
-//! Chooses between direct and buffered I/O.
+//! Chooses between direct and buffered I/O, also for an image to which a device switches while clients use it.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use blkq::{Error, ErrorKind};
 
 use crate::errors::invalid;
 
+use super::file::ImageFile;
 use super::probe::DirectAlign;
 
 pub(super) const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
@@ -67,9 +69,8 @@ pub(crate) fn choose_mode(
     }
     let (reason, kind) = match possible {
         Err(why) => (why.clone(), ErrorKind::NoDirectIo),
-        Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
-            let required = align.largest();
-            (format!("it requires an alignment of {required} bytes"), ErrorKind::NoDirectIo)
+        Ok(align) if align.largest() > LOGICAL_BLOCK_MAX_BYTES => {
+            (format!("it requires an alignment of {} bytes", align.largest()), ErrorKind::NoDirectIo)
         }
         // A segment may be as short as one sector, and must be a multiple of the alignment.
         Ok(align) if logical_block_bytes < align.largest() => (
@@ -92,19 +93,19 @@ pub(crate) fn choose_mode(
         }
         Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
     };
-    if requested == DirectIo::Auto {
-        return Ok(Mode { direct: None, reason });
-    }
-    Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
+    buffered(requested, path, reason, kind)
 }
 
 /// Fails with [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O.
 pub(crate) fn choose_buffered(requested: DirectIo, path: &Path, reason: String) -> Result<Mode, Error> {
-    if requested == DirectIo::On {
-        let message = format!("no direct I/O on {}: {reason}", path.display());
-        return Err(Error::new(ErrorKind::NoDirectIo, message));
+    buffered(requested, path, reason, ErrorKind::NoDirectIo)
+}
+
+fn buffered(requested: DirectIo, path: &Path, reason: String, kind: ErrorKind) -> Result<Mode, Error> {
+    match requested {
+        DirectIo::On => Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display()))),
+        _ => Ok(Mode { direct: None, reason }),
     }
-    Ok(Mode { direct: None, reason })
 }
 
 /// The properties of I/O that the clients of a device rely on, and that must stay the same with another image.
@@ -131,14 +132,33 @@ impl ClientTerms {
             return Ok(Mode { direct: None, reason: why.clone() });
         }
         let mode = choose()?;
-        let Some(align) = mode.direct.map(DirectAlign::largest).filter(|align| *align > self.memory_align)
-        else {
+        let align = mode.direct.map_or(1, DirectAlign::largest);
+        if align <= self.memory_align {
             return Ok(mode);
-        };
+        }
         let reason = format!(
             "it requires an alignment of {align} bytes, but the device's clients align to {} bytes",
             self.memory_align
         );
         choose_buffered(self.requested, path, reason)
     }
+}
+
+/// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
+pub(crate) struct RawImage {
+    pub file: Arc<ImageFile>,
+    pub size: u64,
+    /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
+    pub align: u64,
+    pub terms: ClientTerms,
+}
+
+/// Rejects a backing file that is longer than the device: its end would become visible after the switch.
+pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(), Error> {
+    if bytes <= size {
+        return Ok(());
+    }
+    let message =
+        format!("the backing file {} has {bytes} bytes, more than the device ({size})", path.display());
+    Err(Error::new(ErrorKind::Mismatch, message))
 }

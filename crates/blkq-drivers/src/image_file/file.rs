@@ -102,20 +102,19 @@ impl ImageFile {
         }
         let device = if block_device { metadata.rdev() } else { metadata.dev() };
         let queue = |name| queue_attribute(device, name);
-        let logical_block = if block_device { queue("logical_block_size").unwrap_or(512) } else { 512 };
-        let physical_block = if block_device {
-            queue("physical_block_size").unwrap_or(512)
+        let [logical_block, physical_block, granularity] = if block_device {
+            ["logical_block_size", "physical_block_size", "discard_granularity"]
+                .map(|name| queue(name).unwrap_or(512))
         } else {
-            fstatfs(&file).map_or(4096, |stat| u64::try_from(stat.f_bsize).unwrap_or(4096))
+            let block = fstatfs(&file).map_or(4096, |stat| u64::try_from(stat.f_bsize).unwrap_or(4096));
+            [512, block, block]
         };
-        let granularity = if block_device { queue("discard_granularity") } else { Some(physical_block) };
-        let direct = probe_direct(&file, block_device, device);
         Ok(ImageFile {
             block_device,
-            direct,
+            direct: probe_direct(&file, block_device, device),
             logical_block: power_of_two(logical_block),
             physical_block: power_of_two(physical_block),
-            discard_granularity: granularity.and_then(|g| u32::try_from(g).ok()).unwrap_or(0).max(512),
+            discard_granularity: u32::try_from(granularity).unwrap_or(512).max(512),
             discards: !block_device || queue("discard_max_bytes").is_none_or(|most| most > 0),
             rotational: queue("rotational") == Some(1),
             identity: (metadata.dev(), metadata.ino()),
@@ -132,13 +131,11 @@ impl ImageFile {
     /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. Fails with `UnexpectedEof`
     /// if the file ends before the range does.
     ///
-    /// `deadline` is reserved for images whose bytes have to be fetched from another machine first. All images
-    /// are local files, so it is ignored, and the call may block in the kernel for any time.
-    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, deadline: Option<Instant>) -> io::Result<()> {
-        match self.fill_at(buffer, offset, deadline)? {
-            done if done == buffer.len() => Ok(()),
-            _ => Err(io::ErrorKind::UnexpectedEof.into()),
-        }
+    /// The last parameter is reserved for images whose bytes have to be fetched from another machine first: a deadline.
+    /// All images are local files, so it is ignored, and the call may block in the kernel for any time.
+    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, _: Option<Instant>) -> io::Result<()> {
+        let end = |e: io::Error| if e.kind() == io::ErrorKind::UnexpectedEof { e.kind().into() } else { e };
+        self.file.read_exact_at(buffer, offset).map_err(end)
     }
 
     /// As [`ImageFile::read_exact_at`], but the bytes beyond the end of the file read as zeroes, because the
@@ -149,27 +146,22 @@ impl ImageFile {
         buffer: &mut [u8],
         offset: u64,
         file_bytes: u64,
-        deadline: Option<Instant>,
+        _: Option<Instant>,
     ) -> io::Result<()> {
-        let done = self.fill_at(buffer, offset, deadline)?;
-        if done < buffer.len() && offset + (done as u64) < file_bytes {
-            return Err(io::Error::from_raw_os_error(libc::EIO));
-        }
-        buffer[done..].fill(0);
-        Ok(())
-    }
-
-    fn fill_at(&self, buffer: &mut [u8], offset: u64, _: Option<Instant>) -> io::Result<usize> {
         let mut done = 0;
         while done < buffer.len() {
             match self.file.read_at(&mut buffer[done..], offset + done as u64) {
+                Ok(0) if offset + (done as u64) < file_bytes => {
+                    return Err(io::Error::from_raw_os_error(libc::EIO));
+                }
                 Ok(0) => break,
                 Ok(count) => done += count,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
-        Ok(done)
+        buffer[done..].fill(0);
+        Ok(())
     }
 
     pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -348,19 +340,13 @@ pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
 }
 
 fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {
-    let shown = path.display();
-    let busy = match error.raw_os_error() {
-        Some(libc::ETXTBSY) => Some("it is swap space or a running program"),
-        // Kernels without CONFIG_BLK_DEV_WRITE_MOUNTED refuse to open mounted devices for writing.
-        Some(libc::EBUSY) => Some("the kernel has claimed it, for example for a mount"),
-        _ => None,
-    };
-    if let Some(why) = busy {
-        return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
-    }
-    let errno = error.raw_os_error();
+    let (shown, errno) = (path.display(), error.raw_os_error());
+    let claimed = |why| Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     let failed = |what| Error::system(format!("cannot open the image {shown}{what}"), error);
     match errno {
+        Some(libc::ETXTBSY) => claimed("it is swap space or a running program"),
+        // Kernels without CONFIG_BLK_DEV_WRITE_MOUNTED refuse to open mounted devices for writing.
+        Some(libc::EBUSY) => claimed("the kernel has claimed it, for example for a mount"),
         // An open with O_NONBLOCK fails this way while another process holds a lease (F_SETLEASE in fcntl(2)).
         Some(libc::EAGAIN) => {
             failed("").with_hint("another process holds a lease on the file; stop that process")

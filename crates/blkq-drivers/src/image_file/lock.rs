@@ -128,12 +128,8 @@ pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
 
 /// Whether another file description has a lock on the byte with which one of type `l_type` would conflict.
 fn conflicts(file: &File, byte: u64, l_type: libc::c_int) -> io::Result<bool> {
-    let mut lock = flock(&(byte..byte + 1), l_type)?;
-    // SAFETY: the descriptor is open, the structure lives through the call.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
-        0 => Ok(i32::from(lock.l_type) != libc::F_UNLCK),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let lock = fcntl(file, libc::F_OFD_GETLK, &(byte..byte + 1), l_type)?;
+    Ok(i32::from(lock.l_type) != libc::F_UNLCK)
 }
 
 pub(crate) fn release(file: &File, range: &Range<u64>) {
@@ -146,23 +142,28 @@ fn set(file: &File, range: &Range<u64>, l_type: libc::c_int) -> io::Result<()> {
         // A length of 0 would mean: to the end of all files.
         return Ok(());
     }
-    let lock = flock(range, l_type)?;
-    // SAFETY: the descriptor is open, the structure lives through the call.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    fcntl(file, libc::F_OFD_SETLK, range, l_type).map(drop)
 }
 
-fn flock(range: &Range<u64>, l_type: libc::c_int) -> io::Result<libc::flock> {
+fn fcntl(
+    file: &File,
+    command: libc::c_int,
+    range: &Range<u64>,
+    l_type: libc::c_int,
+) -> io::Result<libc::flock> {
     let too_large = |_| io::Error::from_raw_os_error(libc::EOVERFLOW);
-    Ok(libc::flock {
+    let mut lock = libc::flock {
         l_type: l_type as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: range.start.try_into().map_err(too_large)?,
         l_len: (range.end - range.start).try_into().map_err(too_large)?,
         l_pid: 0,
-    })
+    };
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(lock),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,6 @@
 //! A driver submits I/O to the descriptor that [`ImageFile::ring_file`] returns. Threads that may wait read with
 //! [`ImageFile::read_exact_at`] and [`ImageFile::read_padded_at`].
 
-mod base;
 mod claim;
 mod direct_io;
 mod file;
@@ -14,9 +13,8 @@ pub(crate) mod lock;
 mod name;
 mod probe;
 
-pub(crate) use base::{RawImage, check_not_longer};
 pub use direct_io::DirectIo;
-pub(crate) use direct_io::{ClientTerms, Mode, choose_buffered, choose_mode};
+pub(crate) use direct_io::{ClientTerms, Mode, RawImage, check_not_longer, choose_buffered, choose_mode};
 pub use file::link_elsewhere;
 pub(crate) use file::{ImageFile, OPERATIONS, check_write_access, sync};
 pub(crate) use lock::{LockKind, WHOLE_FILE};

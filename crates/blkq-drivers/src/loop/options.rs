@@ -110,47 +110,36 @@ impl Window {
     /// The size of the device in the image at `path`, which has `file_size` bytes, and the number of bytes after it that
     /// do not fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
     pub fn capacity(&self, path: &Path, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
-        let (offset, logical_block_bytes) = (self.offset, u64::from(self.logical_block_bytes));
-        if file_size == 0 {
-            let word = shell_word(path);
-            let message =
-                format!("{} is empty; give it a size with `truncate -s SIZE {word}`", path.display());
-            return Err(invalid(message));
-        }
-        let path = path.display();
+        let (shown, offset, block) = (path.display(), self.offset, u64::from(self.logical_block_bytes));
         let available = file_size.saturating_sub(offset);
-        if available == 0 {
-            return Err(invalid(format!(
-                "the offset {offset} is beyond the end of {path} ({file_size} bytes); choose a smaller offset"
-            )));
-        }
-        match limit {
-            Some(0) => Err(invalid("the size limit must be more than 0".to_owned())),
-            Some(limit) if !self.partial && !limit.is_multiple_of(logical_block_bytes) => {
-                Err(invalid(format!(
-                    "the size {limit} is not a multiple of the sector size {logical_block_bytes}; choose a multiple, such as {}",
-                    (limit - limit % logical_block_bytes).max(logical_block_bytes)
-                )))
+        Err(invalid(match limit {
+            _ if file_size == 0 => {
+                format!("{shown} is empty; give it a size with `truncate -s SIZE {}`", shell_word(path))
             }
-            Some(limit) if limit > available => Err(invalid(format!(
-                "{limit} bytes from offset {offset} reach beyond the end of {path} ({file_size} bytes); \
+            _ if available == 0 => format!(
+                "the offset {offset} is beyond the end of {shown} ({file_size} bytes); choose a smaller offset"
+            ),
+            Some(0) => "the size limit must be more than 0".to_owned(),
+            Some(limit) if !self.partial && !limit.is_multiple_of(block) => format!(
+                "the size {limit} is not a multiple of the sector size {block}; choose a multiple, such as {}",
+                (limit - limit % block).max(block)
+            ),
+            Some(limit) if limit > available => format!(
+                "{limit} bytes from offset {offset} reach beyond the end of {shown} ({file_size} bytes); \
                  choose less, or extend the image"
-            ))),
-            Some(limit) => Ok((limit, 0)),
-            None if self.partial => Ok((available, 0)),
-            None if available < logical_block_bytes => {
+            ),
+            Some(limit) => return Ok((limit, 0)),
+            None if self.partial => return Ok((available, 0)),
+            None if available < block => {
                 let plural = if available == 1 { "" } else { "s" };
-                let smaller = if logical_block_bytes > LOGICAL_BLOCK_SIZES[0] as u64 {
-                    ", or use a smaller sector size"
-                } else {
-                    ""
-                };
-                Err(invalid(format!(
-                    "{path} has only {available} byte{plural} from offset {offset}, less than a sector of {logical_block_bytes}; extend it{smaller}"
-                )))
+                let has_smaller = block > u64::from(LOGICAL_BLOCK_SIZES[0]);
+                let smaller = if has_smaller { ", or use a smaller sector size" } else { "" };
+                format!(
+                    "{shown} has only {available} byte{plural} from offset {offset}, less than a sector of {block}; extend it{smaller}"
+                )
             }
-            None => Ok((available - available % logical_block_bytes, available % logical_block_bytes)),
-        }
+            None => return Ok((available - available % block, available % block)),
+        }))
     }
 
     /// Opens the image again, through the page cache, for the last bytes of a device that may end within a sector.

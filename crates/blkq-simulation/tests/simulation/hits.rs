@@ -4,9 +4,9 @@
 use std::rc::Rc;
 
 use blkq::Operation;
-use blkq_drivers::fault::{Effect, Hit, Injection};
+use blkq_drivers::fault::Effect;
 use blkq_export::nbd::proto::NbdError;
-use blkq_simulation::SECTOR_BYTES;
+use blkq_simulation::{Hit, Injection, SECTOR_BYTES};
 
 use super::client::{Client, Common};
 use super::model::{Model, Wrong};

@@ -13,11 +13,11 @@ use std::sync::Arc;
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
 use blkq::{ClockMode, Disk, Driver, SchedulerKind, SourceId};
-use blkq_drivers::fault::{Fault, FaultSpec, take_injections};
+use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 use blkq_simulation as simulation;
-use blkq_simulation::{Defect, Faults, Panicked};
+use blkq_simulation::{Defect, Faults, Panicked, take_injections};
 
 use super::change;
 use super::client::{Client, Common, History};

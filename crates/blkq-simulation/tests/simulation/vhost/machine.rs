@@ -7,10 +7,9 @@ use std::os::fd::OwnedFd;
 
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
-use blkq_drivers::fault::take_injections;
 use blkq_export::vhost_user::simulated::{Driver, Guest, Offer, SERIAL, USER_OFFSET};
 use blkq_simulation as simulation;
-use blkq_simulation::SECTOR_BYTES;
+use blkq_simulation::{SECTOR_BYTES, take_injections};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::client::{Common, History};

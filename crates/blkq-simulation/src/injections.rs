@@ -1,12 +1,11 @@
-//! Records the injected faults of each thread, so that the model of a simulated world expects exactly these.
+//! Records the injected faults of each thread, for the model of the world.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
 
 use blkq::clock::monotonic_ns;
-use blkq::{BioFlags, DriverContext, IoResult, Operation, Tag};
-
-use super::spec::{Effect, Rule};
+use blkq::{BioFlags, DriverContext, IoResult, Operation};
+use blkq_drivers::fault::{self, Effect};
 
 thread_local! {
     static INJECTIONS: RefCell<Vec<Injection>> = const { RefCell::new(Vec::new()) };
@@ -51,44 +50,33 @@ pub fn take_injections() -> Vec<Injection> {
     INJECTIONS.take()
 }
 
-fn record(injection: Injection) {
-    INJECTIONS.with_borrow_mut(|all| all.push(injection));
-}
-
-fn request_of(cx: &DriverContext<'_>, tag: Tag) -> (u16, u16) {
-    (cx.owner(), tag.index() as u16)
-}
-
-pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
-    let request = cx.request(tag);
-    let mut data = Vec::new();
-    if request.operation() == Operation::Write {
-        cx.for_each_segment(tag, |segment| {
-            // SAFETY: the memory of a write in flight is valid.
-            let bytes = unsafe { std::slice::from_raw_parts(segment.ptr, segment.len as usize) };
-            data.extend_from_slice(bytes);
-        });
-    }
-    record(Injection::Hit(Hit {
-        request: request_of(cx, tag),
-        effect,
-        at,
-        operation: request.operation(),
-        fua: request.flags().contains(BioFlags::FUA),
-        offset: request.offset(),
-        bytes: request.bytes(),
-        data,
-    }));
-}
-
-pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
-    if effect.is_some() {
-        record(Injection::Completed(request_of(cx, tag), result));
-    }
-}
-
-pub(super) fn armed(rule: &Rule) {
-    if let Some(file) = &rule.file {
-        record(Injection::Armed(file.clone(), monotonic_ns()));
-    }
+pub(crate) fn record(cx: &DriverContext<'_>, injection: fault::Injection<'_>) {
+    let recorded = match injection {
+        fault::Injection::Hit(tag, effect, at) => {
+            let request = cx.request(tag);
+            let mut data = Vec::new();
+            if request.operation() == Operation::Write {
+                cx.for_each_segment(tag, |segment| {
+                    // SAFETY: the memory of a write in flight is valid.
+                    let bytes = unsafe { std::slice::from_raw_parts(segment.ptr, segment.len as usize) };
+                    data.extend_from_slice(bytes);
+                });
+            }
+            Injection::Hit(Hit {
+                request: (cx.owner(), tag.index() as u16),
+                effect,
+                at,
+                operation: request.operation(),
+                fua: request.flags().contains(BioFlags::FUA),
+                offset: request.offset(),
+                bytes: request.bytes(),
+                data,
+            })
+        }
+        fault::Injection::Completed(tag, result) => {
+            Injection::Completed((cx.owner(), tag.index() as u16), result)
+        }
+        fault::Injection::Armed(file) => Injection::Armed(file.to_owned(), monotonic_ns()),
+    };
+    INJECTIONS.with_borrow_mut(|all| all.push(recorded));
 }
