@@ -3,32 +3,26 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use blkq::IoBuffer;
+
 /// Bytes of one read: the largest alignment of direct I/O, and more than any magic needs.
 const BLOCK_BYTES: usize = 4096;
 /// Size of the footer of a VHD image, in bytes. A fixed VHD image has no header.
 const FOOTER_BYTES: u64 = 512;
 
-#[repr(C, align(4096))]
-struct Block([u8; BLOCK_BYTES]);
-
-impl Block {
-    /// `offset` must be a multiple of [`BLOCK_BYTES`]. An error counts as the end of the file: the device
-    /// reports the error when a client reads there.
-    fn read<'a>(&'a mut self, file: &File, offset: u64) -> &'a [u8] {
-        let length = file.read_at(&mut self.0, offset).unwrap_or(0);
-        &self.0[..length]
-    }
-}
-
 pub(super) fn detect(file: &File, size: u64) -> Option<&'static str> {
-    let mut block = Box::new(Block([0; BLOCK_BYTES]));
-    if let Some(format) = by_head(block.read(file, 0)) {
+    let mut block = IoBuffer::zeroed(BLOCK_BYTES);
+    // `offset` must be a multiple of the block. An error counts as the end of the file: the device reports the error when a
+    // client reads there.
+    let mut read =
+        |offset| file.read_at(&mut block, offset).map_or(Vec::new(), |length| block[..length].to_vec());
+    if let Some(format) = by_head(&read(0)) {
         return Some(format);
     }
     // A fixed VHD image consists of the raw data and a footer.
     let footer = size.checked_sub(FOOTER_BYTES)?;
-    let (start, within) = (footer - footer % BLOCK_BYTES as u64, (footer % BLOCK_BYTES as u64) as usize);
-    block.read(file, start).get(within..)?.starts_with(b"conectix").then_some("VHD")
+    let within = (footer % BLOCK_BYTES as u64) as usize;
+    read(footer - within as u64).get(within..)?.starts_with(b"conectix").then_some("VHD")
 }
 
 /// The format whose magic is at the beginning. The magics are those of QEMU's block drivers and of cryptsetup.
