@@ -43,7 +43,32 @@ impl Fault {
     }
 }
 
+/// Implements methods of [`Driver`] by those of the wrapped driver.
+macro_rules! forward {
+    ($(fn $name:ident(&self $(, $argument:ident: $Argument:ty)*) -> $Result:ty;)*) => {
+        $(fn $name(&self $(, $argument: $Argument)*) -> $Result {
+            self.shared.inner.$name($($argument),*)
+        })*
+    };
+}
+
 impl Driver for Fault {
+    forward! {
+        fn uses_ring(&self) -> bool;
+        fn queues_max(&self) -> usize;
+        fn prepare_queues(&self, queues: usize) -> Result<(), Error>;
+        fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error>;
+        fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error>;
+        fn prepare_read_only(&self, read_only: bool) -> Result<(), Error>;
+        fn set_read_only(&self, read_only: bool) -> Result<(), Error>;
+        fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error>;
+        fn resize(&self, bytes: Option<u64>) -> Result<(), Error>;
+        fn size_event(&self) -> Option<BorrowedFd<'_>>;
+        fn owner(&self) -> Option<String>;
+        fn is_lost_with_process(&self) -> bool;
+        fn bitmap_store(&self) -> Option<&dyn BitmapStore>;
+    }
+
     fn name(&self) -> &'static str {
         "fault"
     }
@@ -53,32 +78,12 @@ impl Driver for Fault {
         QueueLimits { kernel_pages: false, ..self.shared.inner.limits() }
     }
 
-    fn uses_ring(&self) -> bool {
-        self.shared.inner.uses_ring()
-    }
-
-    fn queues_max(&self) -> usize {
-        self.shared.inner.queues_max()
-    }
-
-    fn prepare_queues(&self, queues: usize) -> Result<(), Error> {
-        self.shared.inner.prepare_queues(queues)
-    }
-
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let (index, tags, wake) = (cx.index, cx.tags, cx.wake.clone());
         let inner = self.shared.inner.open_queue(cx)?;
         self.shared.rules().watch()?;
         lock(&self.shared.wakes).insert(index, wake);
         Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags)))
-    }
-
-    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        self.shared.inner.extents(range, max)
-    }
-
-    fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
-        self.shared.inner.allocation_depths(range, max)
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
@@ -106,42 +111,10 @@ impl Driver for Fault {
         Ok(())
     }
 
-    fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
-        self.shared.inner.prepare_read_only(read_only)
-    }
-
-    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        self.shared.inner.set_read_only(read_only)
-    }
-
-    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        self.shared.inner.prepare_resize(bytes)
-    }
-
-    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
-        self.shared.inner.resize(bytes)
-    }
-
-    fn size_event(&self) -> Option<BorrowedFd<'_>> {
-        self.shared.inner.size_event()
-    }
-
-    fn owner(&self) -> Option<String> {
-        self.shared.inner.owner()
-    }
-
-    fn is_lost_with_process(&self) -> bool {
-        self.shared.inner.is_lost_with_process()
-    }
-
     unsafe fn release(&self) -> Result<(), Error> {
         // SAFETY: the caller promises that no request is in flight. A fault queue sends requests to its wrapped queue only
         // on behalf of its own requests.
         unsafe { self.shared.inner.release() }
-    }
-
-    fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
-        self.shared.inner.bitmap_store()
     }
 
     fn warnings(&self) -> Vec<String> {

@@ -5,12 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use blkq::clock::monotonic_ns;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::atomic::{AtomicBool, AtomicU64};
 use blkq::sync::{Mutex, lock};
 use blkq::{Driver, Error, Wake};
 
-use super::spec::{FaultSpec, Rule};
+use super::spec::FaultSpec;
 
 const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -33,6 +34,7 @@ pub(super) struct Rules {
     pub polled_ns: AtomicU64,
 }
 
+#[derive(Default)]
 pub(super) struct RuleState {
     /// The trigger file of the rule exists, or the rule has none. Relaxed: the flag protects no other memory.
     pub armed: AtomicBool,
@@ -49,36 +51,28 @@ impl Shared {
 
 impl Rules {
     pub fn new(spec: FaultSpec) -> Arc<Rules> {
-        let armed = |rule: &Rule| rule.file.as_deref().is_none_or(exists);
-        let state = |rule| RuleState {
-            armed: AtomicBool::new(armed(rule)),
-            matched: AtomicU64::new(0),
-            hits: AtomicU64::new(0),
-        };
-        let states = spec.rules.iter().map(state).collect();
-        let seed = spec.seed.unwrap_or_else(|| blkq::clock::monotonic_ns() >> 10);
-        Arc::new(Rules {
+        let rules = Rules {
+            seed: spec.seed.unwrap_or_else(|| monotonic_ns() >> 10),
+            states: spec.rules.iter().map(|_| RuleState::default()).collect(),
             spec,
-            seed,
-            states,
             watched: AtomicBool::new(false),
             #[cfg(simulation)]
-            polled_ns: AtomicU64::new(blkq::clock::monotonic_ns()),
-        })
+            polled_ns: AtomicU64::new(monotonic_ns()),
+        };
+        rules.poll_files();
+        Arc::new(rules)
     }
 
     fn poll_files(&self) {
         for (rule, state) in self.spec.rules.iter().zip(&self.states) {
-            if let Some(file) = &rule.file {
-                state.armed.store(exists(file), Relaxed);
-            }
+            state.armed.store(rule.file.as_deref().is_none_or(exists), Relaxed);
         }
     }
 
     /// Polls for the trigger files if [`FILES_INTERVAL`] has passed, in place of the thread.
     #[cfg(simulation)]
     pub fn poll_files_when_due(&self) {
-        let now_ns = blkq::clock::monotonic_ns();
+        let now_ns = monotonic_ns();
         if now_ns >= self.polled_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
             self.polled_ns.store(now_ns, Relaxed);
             self.poll_files();

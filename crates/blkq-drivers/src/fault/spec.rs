@@ -126,8 +126,7 @@ fn parse_errno(text: &str) -> Result<Status, Error> {
 }
 
 fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
-    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let number = if digits { text.parse().ok() } else { None };
+    let number = if text.starts_with('+') { None } else { text.parse().ok() };
     number.ok_or_else(|| invalid(format!("{what} must be a whole number below 2^64, not {text:?}")))
 }
 
@@ -185,22 +184,24 @@ impl FromStr for Rule {
         let mut words = text.split(',');
         let first = words.next().unwrap_or_default();
         let (name, value) = first.split_once('=').map_or((first, None), |(name, value)| (name, Some(value)));
-        let needs =
-            || invalid(format!("the fault {name} needs a value, as in error=EIO, short=EIO or delay=2ms"));
-        let alone = |effect| match value {
-            None => Ok(effect),
-            Some(_) => Err(invalid(format!("the fault {name} takes no value; write only {name}"))),
-        };
-        let effect = match name {
-            "error" => Effect::Error(parse_errno(value.ok_or_else(needs)?)?),
-            "short" => Effect::Short(parse_errno(value.ok_or_else(needs)?)?),
-            "delay" => Effect::Delay { mean_ns: parse_time_ns(value.ok_or_else(needs)?)?, p99_ns: None },
-            "stuck" => Effect::Stuck(value.map_or(Ok(STUCK_NS), parse_time_ns)?),
-            "torn" => alone(Effect::Torn)?,
-            "misdirect" => alone(Effect::Misdirect)?,
-            "corrupt" => alone(Effect::Corrupt)?,
-            "lose" => alone(Effect::Lose)?,
-            "panic" => alone(Effect::Panic)?,
+        let effect = match (name, value) {
+            ("error", Some(errno)) => Effect::Error(parse_errno(errno)?),
+            ("short", Some(errno)) => Effect::Short(parse_errno(errno)?),
+            ("delay", Some(time)) => Effect::Delay { mean_ns: parse_time_ns(time)?, p99_ns: None },
+            ("stuck", Some(time)) => Effect::Stuck(parse_time_ns(time)?),
+            ("stuck", None) => Effect::Stuck(STUCK_NS),
+            ("torn", None) => Effect::Torn,
+            ("misdirect", None) => Effect::Misdirect,
+            ("corrupt", None) => Effect::Corrupt,
+            ("lose", None) => Effect::Lose,
+            ("panic", None) => Effect::Panic,
+            ("error" | "short" | "delay", None) => {
+                let example = "as in error=EIO, short=EIO or delay=2ms";
+                return Err(invalid(format!("the fault {name} needs a value, {example}")));
+            }
+            ("torn" | "misdirect" | "corrupt" | "lose" | "panic", Some(_)) => {
+                return Err(invalid(format!("the fault {name} takes no value; write only {name}")));
+            }
             _ => {
                 let hint = "use one of error, short, torn, misdirect, corrupt, lose, delay, stuck, panic";
                 return Err(invalid(format!("{name:?} is not a fault; {hint}")));
