@@ -218,15 +218,19 @@ impl Driver for Rbd {
     }
 
     fn warnings(&self) -> Vec<String> {
-        let missing = self.facts.lock == Lock::Missing;
-        let missing = missing.then(|| {
-            "the feature exclusive-lock is not enabled on the image, so other clients can write to it at the same time; run `rbd feature enable POOL/IMAGE exclusive-lock` and attach again".to_owned()
-        });
-        let cached = self.options.write_through && !self.read_only && self.facts.cached == Some(true);
-        let cached = cached.then(|| {
-            "settings in the cluster enable librbd's cache, so a killed daemon loses writes that it has acknowledged; run `rbd config image set POOL/IMAGE rbd_cache false` and attach again".to_owned()
-        });
-        self.shared.losses.describe().map(str::to_owned).chain(missing).chain(cached).collect()
+        let is_cached = self.options.write_through && !self.read_only && self.facts.cached == Some(true);
+        let settings = [
+            (
+                self.facts.lock == Lock::Missing,
+                "the feature exclusive-lock is not enabled on the image, so other clients can write to it at the same time; run `rbd feature enable POOL/IMAGE exclusive-lock` and attach again",
+            ),
+            (
+                is_cached,
+                "settings in the cluster enable librbd's cache, so a killed daemon loses writes that it has acknowledged; run `rbd config image set POOL/IMAGE rbd_cache false` and attach again",
+            ),
+        ];
+        let settings = settings.into_iter().filter(|(is, _)| *is).map(|(_, warning)| warning);
+        self.shared.losses.describe().chain(settings).map(str::to_owned).collect()
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
@@ -243,21 +247,21 @@ impl Driver for Rbd {
             Some(false) => "off",
             None => "unknown",
         };
-        let mut facts = vec![("pool", spec.pool.clone())];
-        facts.extend(spec.namespace.clone().map(|namespace| ("namespace", namespace)));
-        facts.push(("rbd-image", spec.image.clone()));
-        facts.extend(spec.snapshot.clone().map(|snapshot| ("snapshot", snapshot)));
-        facts.push(("ceph-user", client(&self.options)));
-        facts.extend(self.facts.owner.clone().map(|owner| ("ceph-client", owner)));
-        facts.extend([
-            ("object-size", object_size.to_string()),
-            ("stripe-unit", stripe_unit.to_string()),
-            ("stripe-count", stripe_count.to_string()),
-            ("exclusive-lock", lock.to_owned()),
-            ("rbd-cache", cached.to_owned()),
-            ("librbd", self.shared.image.submission.library.version()),
-        ]);
-        facts
+        let facts = [
+            ("pool", Some(spec.pool.clone())),
+            ("namespace", spec.namespace.clone()),
+            ("rbd-image", Some(spec.image.clone())),
+            ("snapshot", spec.snapshot.clone()),
+            ("ceph-user", Some(client(&self.options))),
+            ("ceph-client", self.facts.owner.clone()),
+            ("object-size", Some(object_size.to_string())),
+            ("stripe-unit", Some(stripe_unit.to_string())),
+            ("stripe-count", Some(stripe_count.to_string())),
+            ("exclusive-lock", Some(lock.to_owned())),
+            ("rbd-cache", Some(cached.to_owned())),
+            ("librbd", Some(self.shared.image.submission.library.version())),
+        ];
+        facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
     }
 }
 
