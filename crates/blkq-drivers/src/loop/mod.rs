@@ -54,7 +54,6 @@ const DISCARD_MAX_BYTES: u64 = 1 << 30;
 pub struct LoopDevice {
     shared: Arc<Shared>,
     name: ImageName,
-    shared_use: bool,
     /// Another driver in this process uses the open file and its locks, so this one must not release them.
     superseded: AtomicBool,
     bitmaps: ImageBitmaps<FileBitmaps>,
@@ -113,7 +112,7 @@ impl LoopDevice {
         let shared = Shared::new(image, synced, window, options, mode, size)?;
         let (bitmaps, warning) = FileBitmaps::open(&shared, options);
         warnings.extend(warning);
-        Ok(LoopDevice::new(shared, options, bitmaps, warnings))
+        Ok(LoopDevice::new(shared, bitmaps, warnings))
     }
 
     /// Makes a device of the raw image at `path`, with `size` bytes: the base of a commit, which replaces its overlay.
@@ -168,7 +167,7 @@ impl LoopDevice {
             })?;
         }
         image.set_direct(is_direct)?;
-        Ok(LoopDevice::new(shared, &options, bitmaps, Vec::from_iter(warning)))
+        Ok(LoopDevice::new(shared, bitmaps, Vec::from_iter(warning)))
     }
 
     /// Writes to the image on the calling thread. No queue may be in use.
@@ -183,16 +182,10 @@ impl LoopDevice {
         file.zero(range).map_err(|e| file.failed("write to", e))
     }
 
-    fn new(
-        shared: Arc<Shared>,
-        options: &LoopOptions,
-        bitmaps: FileBitmaps,
-        warnings: Vec<String>,
-    ) -> LoopDevice {
+    fn new(shared: Arc<Shared>, bitmaps: FileBitmaps, warnings: Vec<String>) -> LoopDevice {
         LoopDevice {
             name: ImageName::new(shared.path()),
             shared,
-            shared_use: options.shared,
             superseded: AtomicBool::new(false),
             bitmaps: ImageBitmaps(bitmaps),
             warnings,
@@ -225,17 +218,6 @@ impl LoopDevice {
         choose_mode(requested, &file.direct, &file.path, window.logical_block_bytes, window.offset)
     }
 
-    fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
-        let mode = self.choose_mode(requested)?;
-        // Direct reads do not see dirty pages, so these must be written before I/O bypasses the page cache.
-        self.sync()?;
-        let mut state = locked(&self.shared.state);
-        state.file.set_direct(mode.direct.is_some())?;
-        state.requested = requested;
-        state.mode = mode;
-        Ok(())
-    }
-
     /// The size of the file, and the size of the device after a resize: `bytes`, or, if that is `None`, the size that
     /// follows from the file.
     fn sizes_after_resize(&self, state: &State, bytes: Option<u64>) -> Result<(u64, u64), Error> {
@@ -244,7 +226,7 @@ impl LoopDevice {
             None => {
                 // If the file has shrunk below the limit, the device ends with the file.
                 let available = file_size.saturating_sub(window.offset);
-                let limit = state.size_limit.filter(|limit| *limit <= available);
+                let limit = state.options.size_limit.filter(|limit| *limit <= available);
                 window.capacity(path, file_size, limit)?
             }
             Some(bytes) => window.capacity(path, u64::MAX >> 1, Some(bytes))?,
@@ -259,11 +241,11 @@ impl LoopDevice {
         let image = {
             let (state, window) = (locked(&self.shared.state), &self.shared.window);
             let block = window.logical_block_bytes;
-            let is_part = window.offset != 0 || state.size_limit.is_some();
+            let is_part = window.offset != 0 || state.options.size_limit.is_some();
             let refused = [
                 (is_part, "the device serves only a part of it"),
-                (self.shared_use, "it is shared, and other processes may write to it"),
-                (state.read_only || !state.writable, "it is read-only, so nothing in it changes"),
+                (state.options.shared, "it is shared, and other processes may write to it"),
+                (state.options.read_only || !state.writable, "it is read-only, so nothing in it changes"),
                 (!state.size.is_multiple_of(u64::from(block)), "its size is not a whole number of sectors"),
             ];
             if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
@@ -279,7 +261,7 @@ impl LoopDevice {
                 terms: ClientTerms {
                     logical_block_bytes: block,
                     memory_align: direct.map_or(1, DirectAlign::largest),
-                    requested: state.requested,
+                    requested: state.options.direct_io,
                     buffered: direct.is_none().then(|| state.mode.reason.clone()),
                 },
             }
@@ -319,7 +301,7 @@ impl Driver for LoopDevice {
         // Relaxed, as for all flags of what the file system supports: each flag is independent and only ever
         // becomes false. A stale value costs one more failed attempt.
         let max_bytes = |supported: &AtomicBool| {
-            if supported.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
+            if supported.load(Relaxed) && !state.options.read_only { DISCARD_MAX_BYTES } else { 0 }
         };
         // Kernels before 6.18 require the alignment of the file offset for the length of each segment, too.
         let memory_align = state.mode.direct.map_or(1, DirectAlign::largest);
@@ -339,9 +321,9 @@ impl Driver for LoopDevice {
             discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: max_bytes(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: max_bytes(&self.shared.zeroes_no_unmap),
-            write_cache: !state.read_only,
-            fua: !state.read_only,
-            read_only: state.read_only,
+            write_cache: !state.options.read_only,
+            fua: !state.options.read_only,
+            read_only: state.options.read_only,
             rotational: state.file.rotational,
             page_cache: state.mode.direct.is_none(),
             ..QueueLimits::default()
@@ -361,10 +343,7 @@ impl Driver for LoopDevice {
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        let (file, size) = {
-            let state = locked(&self.shared.state);
-            (Arc::clone(&state.file), state.size)
-        };
+        let (file, size) = (self.file(), locked(&self.shared.state).size);
         let range = range.start.min(size)..range.end.min(size);
         if self.shared.block_device {
             return Ok(all_data(&range));
@@ -385,8 +364,16 @@ impl Driver for LoopDevice {
 
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         match self.loop_setting(setting)? {
-            LoopSetting::DirectIo(requested) => self.set_direct_io(requested)?,
-            LoopSetting::Dispatch(dispatch) => locked(&self.shared.state).dispatch = dispatch,
+            LoopSetting::Dispatch(dispatch) => locked(&self.shared.state).options.dispatch = dispatch,
+            LoopSetting::DirectIo(requested) => {
+                let mode = self.choose_mode(requested)?;
+                // Direct reads do not see dirty pages, so these must be written before I/O bypasses the page cache.
+                self.sync()?;
+                let mut state = locked(&self.shared.state);
+                state.file.set_direct(mode.direct.is_some())?;
+                state.options.direct_io = requested;
+                state.mode = mode;
+            }
         }
         Ok(())
     }
@@ -401,13 +388,14 @@ impl Driver for LoopDevice {
         }
         self.sync()?;
         let mut state = locked(&self.shared.state);
-        if read_only == state.read_only {
+        if read_only == state.options.read_only {
             return Ok(());
         }
         let start = self.shared.window.offset;
         let range = start..start + state.size;
-        let relock = |file: &ImageFile, kind| file.lock(&range, kind, self.shared_use);
-        if self.shared_use && (read_only || state.writable) {
+        let shared = state.options.shared;
+        let relock = |file: &ImageFile, kind| file.lock(&range, kind, shared);
+        if shared && (read_only || state.writable) {
             // A shared device has the same lock for reading and for writing.
         } else if read_only {
             state.file.downgrade(&range);
@@ -421,7 +409,7 @@ impl Driver for LoopDevice {
             // unlocked in between. So the new one first takes a reader's lock beside the old one's.
             relock(&file, LockKind::Shared)?;
             state.file.unlock(&WHOLE_FILE);
-            if let Err(error) = relock(&file, LockKind::of(false, self.shared_use)) {
+            if let Err(error) = relock(&file, LockKind::of(false, shared)) {
                 file.downgrade(&range);
                 relock(&state.file, LockKind::Shared)?;
                 return Err(error);
@@ -430,7 +418,7 @@ impl Driver for LoopDevice {
             state.file = Arc::new(file);
             state.writable = true;
         }
-        state.read_only = read_only;
+        state.options.read_only = read_only;
         Ok(())
     }
 
@@ -443,25 +431,24 @@ impl Driver for LoopDevice {
         let (file_size, size) = self.sizes_after_resize(&state, bytes)?;
         let window = &self.shared.window;
         let (old_end, end) = (window.offset + state.size, window.offset + size);
-        if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
+        let path = self.shared.path().display();
+        if end > file_size && (self.shared.block_device || !state.writable || state.options.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
-            let message =
-                format!("{} ends at byte {file_size} and cannot grow: {why}", self.shared.path().display());
-            return Err(unsupported(message));
+            return Err(unsupported(format!("{path} ends at byte {file_size} and cannot grow: {why}")));
         }
-        let kind = LockKind::of(state.read_only, self.shared_use);
-        state.file.lock(&(window.offset..end), kind, self.shared_use)?;
+        let LoopOptions { read_only, shared, .. } = state.options;
+        state.file.lock(&(window.offset..end), LockKind::of(read_only, shared), shared)?;
         if end > file_size
             && let Err(e) = state.file.set_size(end)
         {
             state.file.unlock(&(old_end.min(end)..end));
-            let message = format!("cannot extend {} to {end} bytes", self.shared.path().display());
-            return Err(Error::system(message, e).with_hint("choose a smaller size"));
+            return Err(Error::system(format!("cannot extend {path} to {end} bytes"), e)
+                .with_hint("choose a smaller size"));
         }
         state.file.unlock(&(end..old_end.max(end)));
         state.size = size;
-        if bytes.is_some() && state.size_limit.is_some() {
-            state.size_limit = bytes;
+        if bytes.is_some() && state.options.size_limit.is_some() {
+            state.options.size_limit = bytes;
         }
         Ok(())
     }
@@ -472,7 +459,7 @@ impl Driver for LoopDevice {
 
     fn warnings(&self) -> Vec<String> {
         let state = locked(&self.shared.state);
-        let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
+        let buffered = (state.options.direct_io == DirectIo::Auto && state.mode.direct.is_none())
             .then(|| format!("direct I/O is off: {}", state.mode.reason));
         buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
     }
@@ -491,11 +478,11 @@ impl Driver for LoopDevice {
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
             ("offset", self.shared.window.offset.to_string()),
-            ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
-            ("direct-io-requested", state.requested.name().to_owned()),
+            ("size-limit", state.options.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
+            ("direct-io-requested", state.options.direct_io.name().to_owned()),
             ("direct-io", effective.to_owned()),
             ("direct-io-reason", reason),
-            ("dispatch", state.dispatch.name().to_owned()),
+            ("dispatch", state.options.dispatch.name().to_owned()),
         ];
         facts.extend(self.shared.counters.describe());
         facts.push(("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()));

@@ -45,8 +45,6 @@ const ATTEMPTS_INLINE: u64 = 4;
 /// Consecutive attempts without progress after which an operation fails: a file system may return EAGAIN or
 /// empty transfers forever.
 const ATTEMPTS_MAX: u64 = 64;
-/// Flag of the payload of a call that took its turn. The bits below are the tag of its first request.
-const IN_TURN: u64 = 1 << 16;
 /// Size of the scratch buffer in bytes: the largest alignment of direct I/O, which is the largest logical block.
 const SCRATCH_BYTES: usize = 4096;
 /// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
@@ -178,8 +176,9 @@ impl LoopQueue {
     }
 
     /// Counts the requests of a new call, and submits the call.
-    fn begin(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
+    fn begin(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) {
         let operation = cx.request(tags[0]).operation();
+        let in_turn = self.settings.takes_turns(operation);
         self.in_flight += 1;
         match operation {
             Operation::Read => {
@@ -204,20 +203,19 @@ impl LoopQueue {
             self.calls.push(Call { first: tags[0], operation, range: begin..begin + bytes });
             self.counters().turn(self.calls.len());
         }
-        self.submit(cx, tags, in_turn);
+        self.submit(cx, tags);
     }
 
-    fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
+    fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) {
         let first = tags[0];
         let progress = Progress::load(cx.pdu(first));
         let entry = self.entry(cx, tags, progress.done);
         let entry =
             if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
-        let payload = u64::from(first.0) | if in_turn { IN_TURN } else { 0 };
         // SAFETY: the block layer keeps the memory of a request in flight valid. The argument arrays and the
         // registered file stay valid until this queue is dropped, with nothing in flight, or are leaked (see
         // `drop`).
-        unsafe { cx.push(entry, payload) }
+        unsafe { cx.push(entry, u64::from(first.0)) }
     }
 
     /// The submission that continues a call at byte `done`. The call consists of the requests `tags`, which are
@@ -251,8 +249,12 @@ impl LoopQueue {
         }
     }
 
+    /// The whole units of a discard, as a range of the file; it may be empty.
     fn discard_range(&self, request: &Request) -> Range<u64> {
-        self.shared.discard_range(request.offset(), self.settings.bytes(request))
+        let (start, unit) = (self.shared.window.offset + request.offset(), self.shared.discard_unit);
+        let end = start + self.settings.bytes(request);
+        let first = start.next_multiple_of(unit);
+        first..(end - end % unit).max(first)
     }
 
     /// A read of the last bytes before `end`, after fallocate(2) has zeroed a range that ends there. If the file has
@@ -355,10 +357,10 @@ impl LoopQueue {
 
     /// Completes the requests of a call for which the ring returned `result`, or submits the call again.
     #[inline]
-    fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: i32) {
+    fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) {
         match self.outcome(cx, tags, result) {
-            Some(result) => self.complete(cx, tags, in_turn, result),
-            None => self.submit(cx, tags, in_turn),
+            Some(result) => self.complete(cx, tags, result),
+            None => self.submit(cx, tags),
         }
     }
 
@@ -474,12 +476,14 @@ impl LoopQueue {
         self.shared.counters.queue(self.index)
     }
 
-    fn complete(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: IoResult) {
+    fn complete(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], result: IoResult) {
+        let operation = cx.request(tags[0]).operation();
+        let in_turn = self.settings.takes_turns(operation);
         self.in_flight -= 1;
         if in_turn && let Some(index) = self.calls.iter().position(|call| call.first == tags[0]) {
             self.calls.swap_remove(index);
         }
-        match cx.request(tags[0]).operation() {
+        match operation {
             Operation::Read => self.reads_in_flight -= 1,
             Operation::Flush => {}
             _ if in_turn && self.calls.is_empty() => self.shared.counters.finish_writing(),
@@ -507,7 +511,7 @@ impl LoopQueue {
             tags.clear();
             tags.extend(self.waiting.pop_front());
             self.join_adjacent(cx, &mut tags);
-            self.begin(cx, &tags, true);
+            self.begin(cx, &tags);
             self.group = tags;
         }
     }
@@ -596,7 +600,6 @@ fn clear_padding(cx: &DriverContext<'_>, tag: Tag, mut keep: u64) {
 // SAFETY: a request completes when the ring has completed the one entry in flight for it, or before there is one.
 unsafe impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        let turns = self.settings.turns;
         for &tag in tags {
             let request = cx.request(tag);
             let operation = request.operation();
@@ -612,10 +615,10 @@ unsafe impl DriverQueue for LoopQueue {
             } else if operation == Operation::Discard && self.discard_range(request).is_empty() {
                 // The range contains no whole unit of the block device, and a discard is only advice.
                 cx.complete(tag, Ok(()));
-            } else if turns == Turns::All || turns == Turns::Writes && operation.is_write() {
+            } else if self.settings.takes_turns(operation) {
                 self.waiting.push_back(tag);
             } else {
-                self.begin(cx, &[tag], false);
+                self.begin(cx, &[tag]);
             }
         }
         Taken::All
@@ -626,19 +629,19 @@ unsafe impl DriverQueue for LoopQueue {
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        let payload = cqe.token.payload();
-        if payload & IN_TURN == 0 {
-            return self.advance(cx, &[Tag(payload as u16)], false, cqe.result);
+        let first = Tag(cqe.token.payload() as u16);
+        if !self.settings.takes_turns(cx.request(first).operation()) {
+            return self.advance(cx, &[first], cqe.result);
         }
         let mut tags = std::mem::take(&mut self.group);
         tags.clear();
-        let mut next = u64::from(payload as u16) + 1;
+        let mut next = u64::from(first.0) + 1;
         while next > 0 {
             let tag = Tag((next - 1) as u16);
             tags.push(tag);
             next = cx.pdu(tag)[1] >> NEXT_SHIFT;
         }
-        self.advance(cx, &tags, true, cqe.result);
+        self.advance(cx, &tags, cqe.result);
         self.group = tags;
         self.take_turn(cx);
     }

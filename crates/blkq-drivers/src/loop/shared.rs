@@ -1,16 +1,15 @@
 //! The state that a loop device shares with its queues.
 
 use std::fs::File;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::{Mutex, lock as locked};
-use blkq::{Error, Request, Wake};
+use blkq::{Error, Operation, Request, Wake};
 
-use crate::image_file::{DirectIo, ImageFile, Mode};
+use crate::image_file::{ImageFile, Mode};
 
 use super::counters::LoopCounters;
 use super::options::{Dispatch, LoopOptions, Window};
@@ -69,11 +68,9 @@ pub(super) struct State {
     pub file: Arc<ImageFile>,
     /// Whether `file` is open for writing. It may be while the device is read-only.
     pub writable: bool,
-    pub requested: DirectIo,
+    /// The options with the changes since the device was opened.
+    pub options: LoopOptions,
     pub mode: Mode,
-    pub dispatch: Dispatch,
-    pub read_only: bool,
-    pub size_limit: Option<u64>,
     pub size: u64,
     /// The image, opened a second time without direct I/O, if the device may end within a sector.
     pub tail: Option<Arc<ImageFile>>,
@@ -95,6 +92,12 @@ pub(super) struct QueueSettings {
 }
 
 impl QueueSettings {
+    /// Whether requests with this operation wait until no other is at the file.
+    #[inline]
+    pub fn takes_turns(&self, operation: Operation) -> bool {
+        self.turns == Turns::All || self.turns == Turns::Writes && operation.is_write()
+    }
+
     /// Whether `request` extends into the tail.
     #[inline]
     pub fn reaches_tail(&self, request: &Request) -> bool {
@@ -153,11 +156,8 @@ impl Shared {
                 tail: window.open_tail(&image, !options.read_only)?,
                 file: Arc::new(image),
                 writable: !options.read_only,
-                requested: options.direct_io,
+                options: options.clone(),
                 mode,
-                dispatch: options.dispatch,
-                read_only: options.read_only,
-                size_limit: options.size_limit,
                 size,
             }),
             window,
@@ -172,7 +172,7 @@ impl Shared {
     pub fn queue_settings(&self) -> (Arc<ImageFile>, Option<Arc<ImageFile>>, QueueSettings) {
         let state = locked(&self.state);
         let direct = state.mode.direct;
-        let turns = match state.dispatch {
+        let turns = match state.options.dispatch {
             Dispatch::Serial => Turns::All,
             Dispatch::Concurrent if direct.is_some() => Turns::None,
             Dispatch::Concurrent => Turns::Writes,
@@ -191,7 +191,7 @@ impl Shared {
                 Some(_) => ((start + state.size) & !(self.cache_unit - 1)).saturating_sub(start),
                 None => state.size - rest,
             },
-            read_only: state.read_only,
+            read_only: state.options.read_only,
             turns,
             calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
         };
@@ -207,15 +207,6 @@ impl Shared {
         }
         let file = self.synced.reopen(false)?.into_file();
         Ok(place.get_or_init(|| file))
-    }
-
-    /// The whole units of a discard, as a range of the file; it may be empty. `offset` is in bytes of the
-    /// device.
-    pub fn discard_range(&self, offset: u64, bytes: u64) -> Range<u64> {
-        let start = self.window.offset + offset;
-        let end = start + bytes;
-        let first = start.next_multiple_of(self.discard_unit);
-        first..(end - end % self.discard_unit).max(first)
     }
 
     pub fn wake(&self, queue: u16) {
