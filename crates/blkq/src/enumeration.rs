@@ -1,5 +1,7 @@
 /// Declares an enum with a value for each variant, such as a name. Adds the constants `COUNT` and `ALL`, and a method
 /// that returns the value.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! enumeration {
     (
         $(#[$about:meta])*

@@ -4,37 +4,32 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkq::text::shell_word;
-use blkq::{DriverSetting, Error};
+use blkq::{DriverSetting, Error, enumeration};
 
 use crate::errors::invalid;
 use crate::image_file::{DirectIo, ImageFile};
 use crate::size::LOGICAL_BLOCK_SIZES;
 
-/// How requests are submitted to the file.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub enum Dispatch {
-    /// Immediately. Only buffered writes take turns, because the kernel admits one writer of a file at a time.
-    #[default]
-    Concurrent,
-    /// One at a time, in order, as the kernel's loop driver did before it had hardware queues.
-    Serial,
-}
-
-impl Dispatch {
-    /// The name that [`FromStr`](std::str::FromStr) parses.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Dispatch::Concurrent => "concurrent",
-            Dispatch::Serial => "serial",
-        }
+enumeration! {
+    /// How requests are submitted to the file.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    #[non_exhaustive]
+    pub enum Dispatch {
+        /// Immediately. Only buffered writes take turns, because the kernel admits one writer of a file at a time.
+        #[default]
+        Concurrent => "concurrent",
+        /// One at a time, in order, as the kernel's loop driver did before it had hardware queues.
+        Serial => "serial",
     }
+
+    /// The name that [`FromStr`](std::str::FromStr) parses.
+    pub const fn name(self) -> &'static str;
 }
 
 impl std::str::FromStr for Dispatch {
     type Err = Error;
     fn from_str(text: &str) -> Result<Dispatch, Error> {
-        [Dispatch::Concurrent, Dispatch::Serial]
+        Dispatch::ALL
             .into_iter()
             .find(|mode| mode.name() == text)
             .ok_or_else(|| invalid(format!("dispatch is concurrent or serial, not {text:?}")))
