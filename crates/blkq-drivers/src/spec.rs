@@ -97,16 +97,16 @@ pub fn check_writable(path: &Path, range: &Range<u64>) -> Result<(), Error> {
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     match spec {
         DriverSpec::Null(bytes) => {
-            let logical_block_bytes = memory_block("null", *bytes, options)?;
+            let block = memory_block("null", *bytes, options)?;
             let mut null = NullOptions::new(*bytes);
-            null.limits.logical_block_bytes = logical_block_bytes;
-            null.limits.physical_block_bytes = logical_block_bytes;
-            null.limits.discard_granularity = logical_block_bytes;
+            let limits = &mut null.limits;
+            (limits.logical_block_bytes, limits.physical_block_bytes) = (block, block);
+            limits.discard_granularity = block;
             Ok(Opened::without_image(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
-            let logical_block_bytes = memory_block("ram", *bytes, options)?;
-            Ok(Opened::without_image(Ram::new(*bytes, logical_block_bytes, false)?))
+            let block = memory_block("ram", *bytes, options)?;
+            Ok(Opened::without_image(Ram::new(*bytes, block, false)?))
         }
         DriverSpec::Rbd(spec) => {
             refuse_file_options("rbd", false, options)?;

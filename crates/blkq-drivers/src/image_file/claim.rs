@@ -27,10 +27,8 @@ impl ImageFile {
             if let Some(mount) = mounts().find(|mount| mount.source == self.path) {
                 return claimed(format!("it is mounted on {}", mount.point.display()));
             }
-            let (device, inode) = self.identity;
-            let is_image = |source: &Path| {
-                fs::metadata(source).is_ok_and(|file| FileId::of(&file) == FileId::File { device, inode })
-            };
+            let is_image =
+                |source: &Path| fs::metadata(source).is_ok_and(|file| file_id(&file) == self.identity);
             return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
         }
         // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
@@ -50,7 +48,7 @@ impl ImageFile {
 
 /// The name, such as `loop0`, of a loop device of the kernel that uses bytes of `range` of the file.
 fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<String> {
-    let identity = FileId::of(&file.metadata().ok()?);
+    let identity = file_id(&file.metadata().ok()?);
     let devices = fs::read_dir("/sys/block").ok()?;
     devices.flatten().find_map(|device| {
         let name = device.file_name().into_string().ok()?;
@@ -60,9 +58,9 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
         };
         let number = |name: &str| attribute(name)?.parse::<u64>().ok();
         let path = attribute("loop/backing_file")?;
-        let by_path = fs::metadata(path).is_ok_and(|metadata| FileId::of(&metadata) == identity);
+        let by_path = fs::metadata(path).is_ok_and(|metadata| file_id(&metadata) == identity);
         // The path fails if the loop device was set up in another mount namespace, or the file was renamed.
-        let is_same = by_path || FileId::of_loop_device(&name) == Some(identity);
+        let is_same = by_path || backing_file(&name) == Some(identity);
         let (start, limit) = (number("loop/offset").unwrap_or(0), number("loop/sizelimit").unwrap_or(0));
         let end = if limit == 0 { u64::MAX } else { start.saturating_add(limit) };
         let overlaps = start < range.end && range.start < end;
@@ -71,45 +69,33 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
     })
 }
 
-/// The identity of a file under any name. A block device is identified by its number, which several nodes can have.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum FileId {
-    File { device: u64, inode: u64 },
-    BlockDevice(u64),
+/// The identity of a file under any name: the numbers of its file system and its inode. A block device, which several
+/// nodes can have, is identified by its own number, with 0 as the inode.
+fn file_id(metadata: &fs::Metadata) -> (u64, u64) {
+    match metadata.file_type().is_block_device() {
+        true => (metadata.rdev(), 0),
+        false => (metadata.dev(), metadata.ino()),
+    }
 }
 
-impl FileId {
-    fn of(metadata: &fs::Metadata) -> FileId {
-        match metadata.file_type().is_block_device() {
-            true => FileId::BlockDevice(metadata.rdev()),
-            false => FileId::File { device: metadata.dev(), inode: metadata.ino() },
-        }
+/// The backing file of the kernel's loop device `name`, if this process may open the device.
+fn backing_file(name: &str) -> Option<(u64, u64)> {
+    // `struct loop_info64` and `LOOP_GET_STATUS64` of the kernel's uapi/linux/loop.h.
+    const INFO_WORDS: usize = 232 / 8;
+    const GET_STATUS: libc::Ioctl = 0x4c05;
+    let device = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(format!("/dev/{name}"));
+    let device = device.ok()?;
+    if !device.metadata().ok()?.file_type().is_block_device() {
+        return None;
     }
-
-    /// The backing file of the kernel's loop device `name`, if this process may open the device.
-    fn of_loop_device(name: &str) -> Option<FileId> {
-        // `struct loop_info64` and `LOOP_GET_STATUS64` of the kernel's uapi/linux/loop.h.
-        const INFO_WORDS: usize = 232 / 8;
-        const GET_STATUS: libc::Ioctl = 0x4c05;
-        let device =
-            OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(format!("/dev/{name}"));
-        let device = device.ok()?;
-        if !device.metadata().ok()?.file_type().is_block_device() {
-            return None;
-        }
-        let mut info = [0u64; INFO_WORDS];
-        // SAFETY: the descriptor is open, and the kernel writes no more than the structure, which
-        // lives through the call.
-        if unsafe { libc::ioctl(device.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) } != 0 {
-            return None;
-        }
-        let [device, inode, block_device, ..] = info;
-        Some(if block_device != 0 {
-            FileId::BlockDevice(block_device)
-        } else {
-            FileId::File { device, inode }
-        })
+    let mut info = [0u64; INFO_WORDS];
+    // SAFETY: the descriptor is open, and the kernel writes no more than the structure, which
+    // lives through the call.
+    if unsafe { libc::ioctl(device.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) } != 0 {
+        return None;
     }
+    let [device, inode, block_device, ..] = info;
+    Some(if block_device != 0 { (block_device, 0) } else { (device, inode) })
 }
 
 fn user_of(device: u64) -> Option<String> {

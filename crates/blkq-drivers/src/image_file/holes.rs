@@ -27,51 +27,39 @@ impl ImageFile {
         max: usize,
         until_ns: u64,
     ) -> io::Result<Vec<Extent>> {
-        let file = &self.file;
         let end = offset + range.end;
         let mut at = offset + range.start;
         let mut extents: Vec<Extent> = Vec::new();
-        let mut advance = |until: u64, at: &mut u64, hole: bool| {
-            let length = until - *at;
-            *at = until;
-            append(&mut extents, Extent { length, hole, zero: hole }, max)
-        };
         // Round a position in the file to a sector of the device.
         let down = |position: u64| offset + (position - offset) / logical_block_bytes * logical_block_bytes;
         let up =
             |position: u64| offset + (position - offset).div_ceil(logical_block_bytes) * logical_block_bytes;
+        // Holes and data alternate. The hole at the beginning may be empty.
+        let mut hole = true;
         while at < end {
-            let data = match seek(file, SeekFrom::Data(at)) {
-                Ok(data) => down(data).clamp(at, end),
-                Err(Errno::NXIO) => {
+            let from = if hole { SeekFrom::Data(at) } else { SeekFrom::Hole(at) };
+            let until = match (seek(&self.file, from), hole) {
+                (Ok(data), true) => down(data),
+                // If the file changes between two searches, the second one may not advance. Reporting one sector as data
+                // guarantees progress.
+                (Ok(hole), false) => up(hole).max(up(at + 1)),
+                (Err(Errno::NXIO), true) => {
                     // The size is read after the search, so that a truncation before the search is not reported as
                     // a hole.
-                    let file_end = seek(file, SeekFrom::End(0))?;
-                    let hole_end =
-                        if file_end < end { down(file_end.max(offset)).clamp(at, end) } else { end };
-                    if advance(hole_end, &mut at, true) {
-                        advance(end, &mut at, false);
-                    }
-                    break;
+                    let file_end = seek(&self.file, SeekFrom::End(0))?;
+                    if file_end < end { down(file_end.max(offset)) } else { end }
                 }
                 // The file system does not support SEEK_DATA.
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
-                Err(error) => return Err(error.into()),
+                (Err(Errno::INVAL | Errno::OPNOTSUPP), true) => at,
+                (Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP), false) => end,
+                (Err(error), _) => return Err(error.into()),
             };
-            if !advance(data, &mut at, true) || at == end {
+            let until = until.clamp(at, end);
+            let is_appended = append(&mut extents, Extent { length: until - at, hole, zero: hole }, max);
+            if !is_appended || !hole && worker_ns() >= until_ns {
                 break;
             }
-            let hole = match seek(file, SeekFrom::Hole(at)) {
-                Ok(hole) => up(hole).clamp(at, end),
-                Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => end,
-                Err(error) => return Err(error.into()),
-            };
-            // If the file changes between the two searches, the second one may not advance. Reporting one sector as
-            // data guarantees progress.
-            let hole = if hole == at { up(at + 1).min(end) } else { hole };
-            if !advance(hole, &mut at, false) || worker_ns() >= until_ns {
-                break;
-            }
+            (at, hole) = (until, !hole);
         }
         Ok(extents)
     }
