@@ -1,6 +1,6 @@
 use std::borrow::Cow;
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 use blkq::clock::monotonic_ns;
@@ -34,7 +34,7 @@ pub(super) struct FaultQueue {
     plans: Box<[Plan]>,
     /// Delayed and stuck requests, with the time in nanoseconds at which they begin or complete.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
-    prepared: VecDeque<Tag>,
+    prepared: Vec<Tag>,
     again_ns: u64,
 }
 
@@ -61,7 +61,7 @@ impl FaultQueue {
             index,
             plans: (0..tags).map(|_| Plan::default()).collect(),
             timers: BinaryHeap::with_capacity(tags),
-            prepared: VecDeque::with_capacity(tags),
+            prepared: Vec::with_capacity(tags),
             again_ns: 0,
         }
     }
@@ -147,7 +147,7 @@ impl FaultQueue {
                 report(cx, Injection::Hit(tag, effect, 0));
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
-                self.prepared.push_back(tag);
+                self.prepared.push(tag);
             } else {
                 // A short or torn transfer of 0 bytes: nothing reaches the wrapped queue.
                 self.complete(cx, tag, Ok(()));
@@ -221,20 +221,27 @@ impl FaultQueue {
     }
 
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
-        if !self.prepared.is_empty() {
-            let tags: Vec<Tag> = self.prepared.drain(..).collect();
-            if let Taken::First(taken, _) = self.inner.call(cx, |queue, cx| queue.queue_requests(cx, &tags)) {
-                self.prepared.extend(&tags[taken..]);
-                self.again_ns = monotonic_ns() + AGAIN_NS;
-            }
+        if self.prepared.is_empty() {
+            return;
         }
-        self.complete_inner(cx);
+        let tags = std::mem::take(&mut self.prepared);
+        if let Taken::First(taken, _) = self.call(cx, |queue, cx| queue.queue_requests(cx, &tags)) {
+            self.prepared.extend(&tags[taken..]);
+            self.again_ns = monotonic_ns() + AGAIN_NS;
+        }
     }
 
-    fn complete_inner(&mut self, cx: &mut DriverContext<'_>) {
+    /// Calls the wrapped queue, and completes the requests that it has completed.
+    fn call<R>(
+        &mut self,
+        cx: &mut DriverContext<'_>,
+        call: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R,
+    ) -> R {
+        let returned = self.inner.call(cx, call);
         for (tag, result) in self.inner.take_completed() {
             self.complete(cx, tag, result);
         }
+        returned
     }
 
     fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
@@ -294,12 +301,11 @@ unsafe impl DriverQueue for FaultQueue {
     }
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
-        self.inner.call(cx, |queue, cx| queue.commit(cx));
-        self.complete_inner(cx);
+        self.call(cx, |queue, cx| queue.commit(cx));
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        self.inner.call(cx, |queue, cx| queue.complete_cqe(cx, cqe));
+        self.call(cx, |queue, cx| queue.complete_cqe(cx, cqe));
         let offers = !self.prepared.is_empty();
         self.offer(cx);
         if offers {
@@ -319,10 +325,9 @@ unsafe impl DriverQueue for FaultQueue {
         let begun = !begin.is_empty() || !self.prepared.is_empty();
         self.begin(cx, begin);
         if begun {
-            self.inner.call(cx, |queue, cx| queue.commit(cx));
+            self.commit(cx);
         }
-        self.inner.call(cx, |queue, cx| queue.poll(cx));
-        self.complete_inner(cx);
+        self.call(cx, |queue, cx| queue.poll(cx));
     }
 
     fn state(&self, tag: Tag, _request: &Request) -> Cow<'static, str> {
@@ -346,12 +351,11 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.limits = self.shared.inner.limits();
-        self.inner.call(cx, |queue, cx| queue.reload(cx));
-        self.complete_inner(cx);
+        self.call(cx, |queue, cx| queue.reload(cx));
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {
-        self.inner.call(cx, |queue, cx| queue.close(cx));
+        self.call(cx, |queue, cx| queue.close(cx));
     }
 }
 

@@ -65,12 +65,12 @@ macro_rules! libraries {
 
         impl Library {
             fn open() -> Result<Library, Error> {
-                $(let library = Loaded::open($file)?;
+                $(let library = load($file)?;
                 $(
                     // SAFETY: the symbol is a function of this type in every version of the library.
                     let $name = unsafe {
                         std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
-                            library.symbol(stringify!($name))?,
+                            symbol($file, library, stringify!($name))?,
                         )
                     };
                 )*)*
@@ -150,37 +150,29 @@ impl Library {
     }
 }
 
-struct Loaded {
-    name: &'static str,
-    handle: Handle,
+/// Loads the library `file`.
+fn load(file: &str) -> Result<Handle, Error> {
+    let name = std::ffi::CString::new(file).expect("the name has no zero byte");
+    // SAFETY: loading runs the initialisers of Ceph's libraries, which any program may run.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if handle.is_null() {
+        let why = last_error();
+        let message = format!("RBD images need the libraries of Ceph: {why}; install the package librbd1");
+        return Err(unsupported(message));
+    }
+    Ok(handle)
 }
 
-impl Loaded {
-    fn open(name: &'static str) -> Result<Loaded, Error> {
-        let file = std::ffi::CString::new(name).expect("the name has no zero byte");
-        // SAFETY: loading runs the initialisers of Ceph's libraries, which any program may run.
-        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            return Err(unsupported(format!(
-                "RBD images need the libraries of Ceph: {}; install the package librbd1",
-                last_error()
-            )));
-        }
-        Ok(Loaded { name, handle })
+fn symbol(file: &str, library: Handle, name: &str) -> Result<Handle, Error> {
+    let symbol = std::ffi::CString::new(name).expect("the name has no zero byte");
+    // SAFETY: the library is loaded, and is never unloaded.
+    let address = unsafe { libc::dlsym(library, symbol.as_ptr()) };
+    if address.is_null() {
+        return Err(unsupported(format!(
+            "RBD images need Ceph 15 or newer, and {file} has no function {name}; update the package librbd1"
+        )));
     }
-
-    fn symbol(&self, name: &str) -> Result<Handle, Error> {
-        let symbol = std::ffi::CString::new(name).expect("the name has no zero byte");
-        // SAFETY: the library is loaded, and is never unloaded.
-        let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
-        if address.is_null() {
-            return Err(unsupported(format!(
-                "RBD images need Ceph 15 or newer, and {} has no function {name}; update the package librbd1",
-                self.name
-            )));
-        }
-        Ok(address)
-    }
+    Ok(address)
 }
 
 /// The number of Ceph clients that were not shut down, and may therefore have running threads.
@@ -227,11 +219,11 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_named_with_a_hint() {
-        let error = Loaded::open("libblkq-missing.so.1").err().unwrap();
+        let error = load("libblkq-missing.so.1").err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         let text = error.to_string();
         assert!(text.contains("libblkq-missing.so.1") && text.contains("install"), "{text}");
-        let old = Loaded::open("libc.so.6").unwrap().symbol("rbd_open").unwrap_err().to_string();
+        let old = symbol("libc.so.6", load("libc.so.6").unwrap(), "rbd_open").unwrap_err().to_string();
         assert!(old.contains("rbd_open") && old.contains("Ceph 15"), "{old}");
     }
 
