@@ -53,7 +53,6 @@ const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 /// A call in flight that took its turn.
 struct Call {
     first: Tag,
-    operation: Operation,
     /// In bytes of the device.
     range: Range<u64>,
 }
@@ -200,7 +199,7 @@ impl LoopQueue {
             }
             let begin = cx.request(tags[0]).offset();
             let bytes: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
-            self.calls.push(Call { first: tags[0], operation, range: begin..begin + bytes });
+            self.calls.push(Call { first: tags[0], range: begin..begin + bytes });
             self.counters().turn(self.calls.len());
         }
         self.submit(cx, tags);
@@ -521,19 +520,13 @@ impl LoopQueue {
         matches!(self.token, Token::Yes(calls) if calls >= TOKEN_TURNS) && self.shared.writer.is_wanted()
     }
 
-    /// Whether a call that begins with `tag` may be in flight together with those that are. Several calls may be in
-    /// flight only if all of them write and no two overlap, so that overlapping writes complete in order.
+    /// Whether a call that begins with `tag` may be in flight together with those that are. Where several may be, all
+    /// of them write. No two overlap, so that overlapping writes complete in order.
     fn may_begin(&self, cx: &DriverContext<'_>, tag: Tag) -> bool {
-        if self.calls.is_empty() {
-            return true;
-        }
-        let request = cx.request(tag);
-        let range = request.offset()..request.offset() + request.bytes();
-        let apart = |call: &Call| {
-            call.operation.is_write() && (call.range.end <= range.start || range.end <= call.range.start)
-        };
+        let (begin, end) = (cx.request(tag).offset(), cx.request(tag).offset() + cx.request(tag).bytes());
+        let apart = |call: &Call| call.range.end <= begin || end <= call.range.start;
         let one_more = self.calls.len() < self.settings.calls_max && !self.is_unfair();
-        one_more && request.operation().is_write() && self.calls.iter().all(apart)
+        self.calls.is_empty() || one_more && self.calls.iter().all(apart)
     }
 
     fn has_token(&mut self, cx: &mut DriverContext<'_>) -> bool {
