@@ -545,8 +545,9 @@ impl LoopQueue {
 
     fn release_token(&mut self) {
         self.token = Token::No;
-        if let Some(next) = self.shared.writer.release(self.index) {
-            self.shared.wake(next);
+        let next = self.shared.writer.release(self.index);
+        if let Some(wake) = next.and_then(|next| self.shared.wakes[usize::from(next)].get()) {
+            wake.wake();
         }
     }
 

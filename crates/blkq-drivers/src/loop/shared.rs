@@ -208,10 +208,4 @@ impl Shared {
         let file = self.synced.reopen(false)?.into_file();
         Ok(place.get_or_init(|| file))
     }
-
-    pub fn wake(&self, queue: u16) {
-        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
-            wake.wake();
-        }
-    }
 }

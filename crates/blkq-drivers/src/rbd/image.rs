@@ -156,11 +156,22 @@ impl Image {
             // Before the size is read, so that no later change is missed.
             image.watch(changed)?;
         }
-        let mut facts = image.facts(spec, discard_granularity, lock)?;
-        if lock == Lock::Held {
+        let what = || format!("cannot read the layout of rbd:{spec}");
+        // SAFETY: all fields are integers or arrays of them, for which zeroes are valid.
+        let mut info: ImageInfo = unsafe { std::mem::zeroed() };
+        // SAFETY: the image is open, and the call is given the size of the structure.
+        check(unsafe { (library.rbd_stat)(handle, &mut info, size_of::<ImageInfo>()) }, what)?;
+        let facts = Facts {
+            size: info.size,
+            object_size: info.object_size,
+            stripe_unit: image.property(library.rbd_get_stripe_unit, what)?,
+            stripe_count: image.property(library.rbd_get_stripe_count, what)?,
+            discard_granularity,
+            lock,
+            cached: image.setting(CACHE).map(|value| !is_false(&value)),
             // Without the address, a successor has to wait until the cluster drops the lock.
-            facts.owner = image.lock_owner().ok().flatten();
-        }
+            owner: if lock == Lock::Held { image.lock_owner().ok().flatten() } else { None },
+        };
         Ok((image, facts))
     }
 
@@ -204,24 +215,6 @@ impl Image {
         // SAFETY: the image is open.
         check(unsafe { get(self.handle, &mut number) }, what)?;
         Ok(number)
-    }
-
-    fn facts(&self, spec: &RbdSpec, discard_granularity: u32, lock: Lock) -> Result<Facts, Error> {
-        let what = || format!("cannot read the layout of rbd:{spec}");
-        // SAFETY: all fields are integers or arrays of them, for which zeroes are valid.
-        let mut info: ImageInfo = unsafe { std::mem::zeroed() };
-        // SAFETY: the image is open, and the call is given the size of the structure.
-        check(unsafe { (self.library.rbd_stat)(self.handle, &mut info, size_of::<ImageInfo>()) }, what)?;
-        Ok(Facts {
-            size: info.size,
-            object_size: info.object_size,
-            stripe_unit: self.property(self.library.rbd_get_stripe_unit, what)?,
-            stripe_count: self.property(self.library.rbd_get_stripe_count, what)?,
-            discard_granularity,
-            lock,
-            cached: self.setting(CACHE).map(|value| !is_false(&value)),
-            owner: None,
-        })
     }
 
     /// The value of a setting that is in force for the image. A setting of the image takes precedence over one of its pool,
