@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use blkq::{Error, ErrorKind, IoBuffer};
@@ -18,7 +19,7 @@ use rustix::io::Errno;
 
 use crate::size::check_logical_block;
 
-use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
+use super::direct_io::{ClientTerms, DirectIo, LOGICAL_BLOCK_MAX_BYTES};
 use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{
@@ -69,10 +70,9 @@ impl ImageFile {
     pub fn open(path: &Path, read_only: bool) -> Result<ImageFile, Error> {
         let shown = path.display();
         let link = link_elsewhere(path);
-        let path = std::fs::canonicalize(path)
-            .map_err(|e| Error::system(format!("cannot find the image {shown}"), e))?;
-        let metadata = std::fs::metadata(&path)
-            .map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
+        let failed = |what: &str, e| Error::system(format!("cannot {what} the image {shown}"), e);
+        let path = std::fs::canonicalize(path).map_err(|e| failed("find", e))?;
+        let metadata = std::fs::metadata(&path).map_err(|e| failed("inspect", e))?;
         // The type is checked before the open, because opening a device can have side effects (a tape rewinds), and
         // again in `of_open`, because the path may name another file by then.
         check_type(&path, &metadata)?;
@@ -90,11 +90,10 @@ impl ImageFile {
     /// `O_NONBLOCK` is cleared.
     pub fn of_open(file: File, path: PathBuf) -> Result<ImageFile, Error> {
         let shown = path.display();
-        let metadata =
-            file.metadata().map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
+        let failed = |what: &str, e| Error::system(format!("cannot {what} the image {shown}"), e);
+        let metadata = file.metadata().map_err(|e| failed("inspect", e))?;
         check_type(&path, &metadata)?;
-        set_flag(&file, OFlags::NONBLOCK, false)
-            .map_err(|e| Error::system(format!("cannot clear O_NONBLOCK on the image {shown}"), e))?;
+        set_flag(&file, OFlags::NONBLOCK, false).map_err(|e| failed("clear O_NONBLOCK on", e))?;
 
         let block_device = metadata.file_type().is_block_device();
         if is_open_for_writing(&file) {
@@ -308,6 +307,25 @@ impl ImageFile {
     pub fn into_file(self) -> File {
         self.file
     }
+}
+
+/// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
+pub(crate) struct RawImage {
+    pub file: Arc<ImageFile>,
+    pub size: u64,
+    /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
+    pub align: u64,
+    pub terms: ClientTerms,
+}
+
+/// Rejects a backing file that is longer than the device: its end would become visible after the switch.
+pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(), Error> {
+    if bytes <= size {
+        return Ok(());
+    }
+    let message =
+        format!("the backing file {} has {bytes} bytes, more than the device ({size})", path.display());
+    Err(Error::new(ErrorKind::Mismatch, message))
 }
 
 /// If `path` is a symbolic link to an image in another directory, the absolute path of the link, of which only the

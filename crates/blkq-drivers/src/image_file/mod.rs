@@ -14,9 +14,9 @@ mod name;
 mod probe;
 
 pub use direct_io::DirectIo;
-pub(crate) use direct_io::{ClientTerms, Mode, RawImage, check_not_longer, choose_buffered, choose_mode};
+pub(crate) use direct_io::{ClientTerms, Mode, choose_buffered, choose_mode};
 pub use file::link_elsewhere;
-pub(crate) use file::{ImageFile, OPERATIONS, check_write_access, sync};
+pub(crate) use file::{ImageFile, OPERATIONS, RawImage, check_not_longer, check_write_access, sync};
 pub(crate) use lock::{LockKind, WHOLE_FILE};
 pub(crate) use name::ImageName;
 pub(crate) use probe::{DirectAlign, name_now};

@@ -19,7 +19,6 @@ use super::extents::{self, Allocated};
 use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};
 use super::library::{EVENT_TYPE_EVENTFD, FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, LOCK_MODE_EXCLUSIVE};
 use super::spec::RbdSpec;
-use super::{client, reads_only};
 
 /// Settings of the Ceph client that override those of the user, because other values would block the thread that
 /// submits. The first two remove librados' limits on requests in flight, which the depth of the queue limits already.
@@ -66,6 +65,16 @@ pub struct Facts {
     pub cached: Option<bool>,
     /// The address under which the cluster lists this client as owner of the lock, if it holds the lock.
     pub owner: Option<String>,
+}
+
+/// The name of the Ceph user with `client.`, as librados requires it.
+pub fn client(options: &DriverOptions) -> String {
+    format!("client.{}", options.ceph_user.as_deref().unwrap_or("admin"))
+}
+
+/// Whether the image is never written to: by option, or because it is a snapshot.
+pub fn reads_only(spec: &RbdSpec, options: &DriverOptions) -> bool {
+    options.read_only || spec.snapshot.is_some()
 }
 
 /// The connection to a cluster.

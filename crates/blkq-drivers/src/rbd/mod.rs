@@ -28,7 +28,7 @@ use crate::extents::all_data;
 use crate::options::DriverOptions;
 use crate::size::check_logical_block;
 
-use image::{Facts, Image, Lock};
+use image::{Facts, Image, Lock, client, reads_only};
 use library::Library;
 use queue::{Losses, RbdQueue, SEGMENTS_MAX, Shared};
 pub use spec::RbdSpec;
@@ -53,16 +53,6 @@ const EXTENTS_TIMEOUT: Duration = Duration::from_secs(2);
 /// afterwards. Fails with [`ErrorKind::Unsupported`] if they are missing or too old.
 pub fn load() -> Result<(), Error> {
     Library::get().map(|_| ())
-}
-
-/// The name of the Ceph user with `client.`, as librados requires it.
-fn client(options: &DriverOptions) -> String {
-    format!("client.{}", options.ceph_user.as_deref().unwrap_or("admin"))
-}
-
-/// Whether the image is never written to: by option, or because it is a snapshot.
-fn reads_only(spec: &RbdSpec, options: &DriverOptions) -> bool {
-    options.read_only || spec.snapshot.is_some()
 }
 
 /// A device backed by an image in a Ceph cluster.
