@@ -60,15 +60,10 @@ impl FromStr for RbdSpec {
 impl fmt::Display for RbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RbdSpec { pool, namespace, image, snapshot } = self;
-        write!(f, "{pool}/")?;
-        if let Some(namespace) = namespace {
-            write!(f, "{namespace}/")?;
-        }
-        f.write_str(image)?;
-        match snapshot {
-            Some(snapshot) => write!(f, "@{snapshot}"),
-            None => Ok(()),
-        }
+        let part = |before: &str, name: &Option<String>, after: &str| {
+            name.as_ref().map_or(String::new(), |name| format!("{before}{name}{after}"))
+        };
+        write!(f, "{pool}/{}{image}{}", part("", namespace, "/"), part("@", snapshot, ""))
     }
 }
 
