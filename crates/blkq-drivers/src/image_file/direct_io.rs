@@ -59,31 +59,29 @@ pub(crate) fn choose_mode(
     if requested == DirectIo::Off {
         return Ok(Mode { direct: None, reason: "as requested".to_owned() });
     }
-    let (reason, kind) = match possible {
-        Err(why) => (why.clone(), ErrorKind::NoDirectIo),
-        Ok(align) if align.largest() > LOGICAL_BLOCK_MAX_BYTES => {
-            (format!("it requires an alignment of {} bytes", align.largest()), ErrorKind::NoDirectIo)
-        }
+    let align = match possible {
+        Ok(align) => *align,
+        Err(why) => return buffered(requested, path, why.clone(), ErrorKind::NoDirectIo),
+    };
+    let required = align.largest();
+    let (requires, sector_bytes) =
+        (format!("it requires an alignment of {required} bytes"), logical_block_bytes);
+    let (reason, kind) = if required > LOGICAL_BLOCK_MAX_BYTES {
+        (requires, ErrorKind::NoDirectIo)
+    } else if sector_bytes < required {
         // A segment may be as short as one sector, and must be a multiple of the alignment.
-        Ok(align) if logical_block_bytes < align.largest() => (
-            format!(
-                "it requires an alignment of {} bytes, and the sector size is {logical_block_bytes}",
-                align.largest()
-            ),
-            ErrorKind::DirectIoSector {
-                needed_bytes: align.largest().next_power_of_two(),
-                sector_bytes: logical_block_bytes,
-            },
-        ),
-        Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
-            format!("it requires an alignment of {} bytes, and the offset is {offset}", align.offset),
-            ErrorKind::DirectIoOffset { align_bytes: align.offset, offset_bytes: offset },
-        ),
-        Ok(align) if align.assumed && requested == DirectIo::Auto => {
-            let reason = "its file system does not report the alignment that direct I/O requires";
-            (reason.to_owned(), ErrorKind::NoDirectIo)
-        }
-        Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
+        let needed_bytes = required.next_power_of_two();
+        let reason = format!("{requires}, and the sector size is {sector_bytes}");
+        (reason, ErrorKind::DirectIoSector { needed_bytes, sector_bytes })
+    } else if !offset.is_multiple_of(u64::from(align.offset)) {
+        let reason =
+            format!("it requires an alignment of {} bytes, and the offset is {offset}", align.offset);
+        (reason, ErrorKind::DirectIoOffset { align_bytes: align.offset, offset_bytes: offset })
+    } else if align.assumed && requested == DirectIo::Auto {
+        let reason = "its file system does not report the alignment that direct I/O requires";
+        (reason.to_owned(), ErrorKind::NoDirectIo)
+    } else {
+        return Ok(Mode { direct: Some(align), reason: String::new() });
     };
     buffered(requested, path, reason, kind)
 }

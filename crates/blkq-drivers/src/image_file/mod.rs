@@ -8,7 +8,6 @@ mod claim;
 mod direct_io;
 mod file;
 mod format;
-mod holes;
 pub(crate) mod lock;
 mod name;
 mod probe;
