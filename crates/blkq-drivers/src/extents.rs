@@ -25,3 +25,22 @@ pub(crate) fn append(extents: &mut Vec<Extent>, part: Extent, max: usize) -> boo
     }
     true
 }
+
+/// The first `max` extents of `range`, in which the ranges `allocated` are data and all else is a hole.
+pub(crate) fn describe(range: Range<u64>, mut allocated: Vec<Range<u64>>, max: usize) -> Vec<Extent> {
+    allocated.sort_unstable_by_key(|part| part.start);
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut push = |length: u64, hole: bool| {
+        append(&mut extents, Extent { length, hole, zero: hole }, usize::MAX);
+    };
+    let mut at = range.start;
+    for part in allocated {
+        let (start, end) = (part.start.clamp(at, range.end), part.end.clamp(at, range.end));
+        push(start - at, true);
+        push(end - start, false);
+        at = end;
+    }
+    push(range.end - at, true);
+    extents.truncate(max);
+    extents
+}

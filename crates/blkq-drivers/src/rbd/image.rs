@@ -15,7 +15,6 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::errors::invalid;
 use crate::options::DriverOptions;
 
-use super::extents::{self, Allocated};
 use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};
 use super::library::{EVENT_TYPE_EVENTFD, FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, LOCK_MODE_EXCLUSIVE};
 use super::spec::RbdSpec;
@@ -37,6 +36,22 @@ const DISCARD_GRANULARITY: (&CStr, u32) = (c"rbd_discard_granularity_bytes", 655
 const SETTINGS_OF_IMAGE: usize = 128;
 /// First length of the list of clients that have an image open, extended like [`SETTINGS_OF_IMAGE`].
 const WATCHERS: usize = 16;
+
+/// The allocated ranges in bytes of the image, in any order.
+pub type Allocated = Vec<Range<u64>>;
+
+/// The callback of `rbd_diff_iterate2`, called for each range. `exists` is 0 for a range without data.
+///
+/// # Safety
+/// `argument` must point to an [`Allocated`] that nothing else uses during the call.
+pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argument: *mut c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    let allocated = unsafe { &mut *argument.cast::<Allocated>() };
+    if exists != 0 {
+        allocated.push(offset..offset.saturating_add(bytes as u64));
+    }
+    0
+}
 
 /// The protection of an image against other writers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -201,7 +216,7 @@ impl Image {
                 length,
                 1,
                 whole_object,
-                Some(extents::found),
+                Some(found),
                 (&raw mut allocated).cast(),
             )
         };
@@ -510,4 +525,41 @@ fn check(result: c_int, what: impl FnOnce() -> String) -> Result<(), Error> {
 /// The error of a call that returned `result`, a negative errno.
 fn failed(result: c_int, what: String) -> Error {
     Error::system(what, io::Error::from_raw_os_error(-result))
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use proptest::prelude::*;
+
+    use crate::extents::describe;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn extents_agree_with_a_model_byte_by_byte(
+            range in (0u64..64, 1u64..64).prop_map(|(start, length)| start..start + length),
+            parts in proptest::collection::vec((0u64..128, 0usize..16, 0..2), 0..12),
+            max in 1usize..8,
+        ) {
+            let mut allocated = Allocated::new();
+            let mut bytes = [false; 256];
+            for (offset, length, exists) in parts {
+                // SAFETY: a list, borrowed for the call.
+                unsafe { found(offset, length, exists, (&raw mut allocated).cast()) };
+                bytes[offset as usize..][..length].iter_mut().for_each(|byte| *byte |= exists != 0);
+            }
+            let extents = describe(range.clone(), allocated, max);
+            prop_assert!(!extents.is_empty() && extents.len() <= max);
+            prop_assert!(extents.windows(2).all(|pair| pair[0].hole != pair[1].hole));
+            let described = extents.iter().flat_map(|extent| (0..extent.length).map(|_| extent.hole));
+            let mut at = range.start as usize;
+            for hole in described {
+                prop_assert_eq!(hole, !bytes[at]);
+                at += 1;
+            }
+            prop_assert!(at as u64 == range.end || extents.len() == max);
+        }
+    }
 }

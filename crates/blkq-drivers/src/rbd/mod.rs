@@ -4,9 +4,8 @@
 //! - `library`: the functions of Ceph's libraries, which are loaded when they are needed.
 //! - `image`: opens, inspects and closes an image. Its calls may block without a limit, so they run on a thread of
 //!   their own, in `thread`.
-//! - `queue`: the data path. `extents`: allocated ranges.
+//! - `queue`: the data path.
 
-mod extents;
 mod image;
 mod library;
 mod queue;
@@ -24,7 +23,7 @@ use blkq::{Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimi
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errors::invalid;
-use crate::extents::all_data;
+use crate::extents::{all_data, describe};
 use crate::options::DriverOptions;
 use crate::size::check_logical_block;
 
@@ -44,6 +43,8 @@ const PHYSICAL_BLOCK_BYTES: u32 = 4096;
 /// How long a resize or a query of the sizes waits for the cluster.
 const SIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Largest range of one query of extents, in bytes. Without `fast-diff`, each object in it is queried.
+const EXTENTS_WINDOW_BYTES: u64 = 1 << 30;
 /// How long a query of extents waits for the cluster. After that the range counts as data. The limit is not
 /// [`EXTENTS_QUERY_NS`](blkq::EXTENTS_QUERY_NS): the cluster reports no part of a range, so that an image without
 /// `fast-diff`, each object of which is queried, would have no holes.
@@ -155,7 +156,7 @@ impl Driver for Rbd {
 
     /// If the cluster does not answer in time, the range is reported as data, which is always correct.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        let window = range.start..range.end.min(range.start.saturating_add(extents::WINDOW_BYTES));
+        let window = range.start..range.end.min(range.start.saturating_add(EXTENTS_WINDOW_BYTES));
         if self.querying.swap(true, Relaxed) {
             // The previous query has not been answered.
             return Ok(all_data(&range));
@@ -167,7 +168,7 @@ impl Driver for Rbd {
             allocated
         };
         match self.shared.image.call(EXTENTS_TIMEOUT, query, || {}) {
-            Ok(allocated) => Ok(extents::describe(window, allocated, max)),
+            Ok(allocated) => Ok(describe(window, allocated, max)),
             Err(_) => Ok(all_data(&range)),
         }
     }
