@@ -76,7 +76,7 @@ impl ImageThread {
                 RecvTimeoutError::Timeout => format!(
                     "rbd:{spec}: the cluster did not answer within {} seconds (step: {}); check whether its monitors and OSDs are running and reachable",
                     OPEN_TIMEOUT.as_secs(),
-                    lock(&step)
+                    *lock(&step)
                 ),
                 RecvTimeoutError::Disconnected => "the thread of the RBD image has exited".to_owned(),
             };
