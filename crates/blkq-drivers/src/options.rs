@@ -16,9 +16,10 @@ pub struct DriverOptions {
     pub offset: u64,
     /// Size of the device in bytes; `None`: up to the end of the image.
     pub size_limit: Option<u64>,
-    /// Logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: the driver chooses it.
+    /// Logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES); `None`: the driver
+    /// chooses it.
     pub logical_block_bytes: Option<u32>,
-    /// Serve the end of an image that does not fill a logical block ([`LoopOptions::partial_block`]).
+    /// Serve the end of a raw image that does not fill a logical block. Without this option it is not served.
     pub partial_block: bool,
     /// Whether I/O bypasses the page cache.
     pub direct_io: DirectIo,
@@ -41,7 +42,7 @@ pub struct DriverOptions {
     /// The backing files that a qcow2 image may have.
     pub backing_chain: BackingChain,
     /// The directory of the journals, with which completed writes to a qcow2 image survive a kill of this process
-    /// ([`Qcow2Options::journals`]).
+    /// ([`Qcow2Options::journals`](crate::qcow2::Qcow2Options::journals)).
     pub journals: Option<Arc<Journals>>,
     /// The configuration file of the Ceph cluster; `None`: the file that librados finds, such as /etc/ceph/ceph.conf.
     pub ceph_conf: Option<PathBuf>,
