@@ -242,7 +242,7 @@ impl Connection {
                 Next::Transmission(session) => {
                     self.stream.forget_tls();
                     let export = &exports[session.export];
-                    let _ = self.status.export.set(export.name.clone());
+                    shared.registry.establish(&self.status, &export.name);
                     self.requests.open(session, export, shared, cx);
                     self.handshake = None;
                     self.handshake_until_ns = u64::MAX;
@@ -325,7 +325,7 @@ impl Connection {
 
     pub fn received(&mut self, result: i32) {
         let unsent = self.stream.sending.replies() + self.requests.replies.replies();
-        self.backoff.device_idle = self.requests.outstanding == unsent;
+        self.backoff.device_idle = self.handshake.is_none() && self.requests.outstanding == unsent;
         let payload = self.requests.missing_payload().map_or(0, |missing| missing.len());
         match self.stream.received(result, payload) {
             Ok(bytes) => self.requests.took_payload(bytes),

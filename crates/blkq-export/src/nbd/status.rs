@@ -127,6 +127,8 @@ struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
     /// The number of admitted connections of each engine, including those that are not in `open` yet.
     admitted: Vec<usize>,
+    /// The number of open connections whose client has chosen an export.
+    established: usize,
     /// The number of [`Paused`] guards. While one exists, no connections are admitted.
     paused: usize,
     /// The server is stopping: connections are no longer admitted.
@@ -231,11 +233,20 @@ impl Registry {
         status
     }
 
+    /// Records that the client of a connection has chosen the export of this name.
+    pub fn establish(&self, status: &ConnectionStatus, export: &str) {
+        let mut connections = lock(&self.connections);
+        connections.established += usize::from(status.export.set(export.to_owned()).is_ok());
+    }
+
     pub fn unregister(&self, status: &Arc<ConnectionStatus>, engine: usize) {
         let mut connections = lock(&self.connections);
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
         connections.sum += status.published.load();
-        connections.served |= status.export.get().is_some();
+        if status.export.get().is_some() {
+            connections.served = true;
+            connections.established -= 1;
+        }
         self.leave(connections, engine);
     }
 
@@ -267,8 +278,7 @@ impl Registry {
     /// stops accepting, so that clients that never choose one leave most connections to others.
     pub fn is_crowded(&self) -> bool {
         let connections = lock(&self.connections);
-        let established = connections.open.iter().filter(|status| status.export.get().is_some()).count();
-        let handshaking = connections.count().saturating_sub(established);
+        let handshaking = connections.count().saturating_sub(connections.established);
         handshaking >= self.options.connections_max.div_ceil(4)
     }
 

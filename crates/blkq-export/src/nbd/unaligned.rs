@@ -24,7 +24,8 @@ use super::ranges::{Member, RangeLock};
 /// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
 const ORDERED_BIT: u64 = 1 << 40;
 const KIND: u64 = ORDERED_BIT | 3 << 32;
-/// Kinds of bios: a read of the first or the last block, and a write.
+/// Kinds of bios: a read of the first or the last block, and a write. A write has all bits of [`KIND`], so `id | WRITE`
+/// is the write with the key of the read `id`.
 const READ_HEAD: u64 = ORDERED_BIT;
 const READ_TAIL: u64 = ORDERED_BIT | 1 << 32;
 const WRITE: u64 = KIND;
