@@ -8,7 +8,7 @@ use blkq_protocol::state::{Dead, Fate, Found, StateDir};
 use serde_json::{Map, Value};
 
 use crate::devices::{Entry, all, not_attached};
-use crate::output::columns::{self, Column};
+use crate::output::columns::{self, Cell, Column};
 use crate::output::{print, print_json, render};
 
 #[derive(clap::Args, Debug)]
@@ -108,10 +108,11 @@ impl Args {
 fn recoverable(entries: &[Entry]) -> String {
     let is_recoverable = |entry: &&Entry| matches!(entry, Entry::Remains(remains) if remains.recoverable);
     let names: Vec<&str> = entries.iter().filter(is_recoverable).map(Entry::name).collect();
-    match (&names[..], names.len(), names.join(", ")) {
-        ([], ..) => String::new(),
-        ([name], ..) => format!("1 device can be recovered: run `blkq recover {name}`\n"),
-        (_, count, names) => {
+    match &names[..] {
+        [] => String::new(),
+        [name] => format!("1 device can be recovered: run `blkq recover {name}`\n"),
+        names => {
+            let (count, names) = (names.len(), names.join(", "));
             format!("{count} devices can be recovered ({names}): run `blkq recover --all`\n")
         }
     }
@@ -134,31 +135,26 @@ pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
     offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
 }
 
-/// `None` if the value is unknown.
-fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
-    match (entry, column.name) {
-        (_, "NAME") => Some(entry.name().to_owned()),
-        (Entry::Remains(remains), column) => match column {
-            "MODE" => Some(remains.state.name().to_owned()),
-            "IMAGE" => Some(remains.image.clone()),
-            "EXPORT" => Some(remains.exports.join(" ")),
-            _ => None,
-        },
-        (Entry::Configured(device), column) => match column {
-            "MODE" => Some(device.state.to_owned()),
-            "IMAGE" => Some(device.image.clone()),
-            _ => None,
-        },
-        _ => None,
-    }
+/// `None` if the value is unknown, because no daemon describes the device.
+fn cell(column: &Column, entry: &Entry) -> Option<Cell> {
+    let text = match (entry, column.name) {
+        (Entry::Device(info), _) => return Some((column.cell)(info)),
+        (_, "NAME") => entry.name().to_owned(),
+        (Entry::Remains(remains), "MODE") => remains.state.name().to_owned(),
+        (Entry::Remains(remains), "IMAGE") => remains.image.clone(),
+        (Entry::Remains(remains), "EXPORT") => remains.exports.join(" "),
+        (Entry::Configured(device), "MODE") => device.state.to_owned(),
+        (Entry::Configured(device), "IMAGE") => device.image.clone(),
+        _ => return None,
+    };
+    Some(Cell::Text(text))
 }
 
 fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
     let row = |entry: &Entry| -> Vec<String> {
         let cell = |column: &&Column| match (entry, column.name) {
-            (Entry::Device(info), _) => (column.cell)(info).text(),
             (Entry::Silent { error, .. }, "EXPORT") => format!("({error})"),
-            _ => cell_without_daemon(column, entry).unwrap_or_else(|| "-".to_owned()),
+            _ => cell(column, entry).map_or_else(|| "-".to_owned(), |cell| cell.text()),
         };
         columns.iter().map(cell).collect()
     };
@@ -173,11 +169,8 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
 /// An entry without a running daemon also has the key `error`.
 fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
     let object = |entry: &Entry| {
-        let cell = |column: &Column| match entry {
-            Entry::Device(info) => (column.cell)(info).json(),
-            _ => cell_without_daemon(column, entry).into(),
-        };
-        let cells = columns.iter().map(|column| (column.name.to_lowercase(), cell(column)));
+        let json = |column: &Column| cell(column, entry).map_or(Value::Null, |cell| cell.json());
+        let cells = columns.iter().map(|column| (column.name.to_lowercase(), json(column)));
         let error = match entry {
             Entry::Device(_) | Entry::Configured(_) => None,
             Entry::Remains(remains) => Some(remains.error.as_str()),

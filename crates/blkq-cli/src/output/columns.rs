@@ -19,6 +19,9 @@ pub enum Cell {
     Seconds(u64),
     /// Printed as 1 or 0 in a table, and as a boolean in JSON.
     Switch(bool),
+    /// The numbers of a device. A table aligns them at the colon, with this width of the major number, as losetup(8)
+    /// does.
+    Device((u32, u32), usize),
     /// The column does not apply to the device: empty in a table, null in JSON.
     Nothing,
 }
@@ -31,16 +34,17 @@ impl Cell {
             Cell::Bytes(bytes) => format_bytes(*bytes),
             Cell::Seconds(seconds) => elapsed(*seconds),
             Cell::Switch(on) => u8::from(*on).to_string(),
+            Cell::Device((major, minor), width) => format!("{major:width$}:{minor:<3}"),
             Cell::Nothing => String::new(),
         }
     }
 
     pub fn json(&self) -> Value {
         match self {
-            // Only tables show the spaces with which `pair` aligns device numbers.
-            Cell::Text(text) => text.trim().into(),
+            Cell::Text(text) => text.as_str().into(),
             Cell::Number(number) | Cell::Bytes(number) | Cell::Seconds(number) => (*number).into(),
             Cell::Switch(on) => (*on).into(),
+            Cell::Device((major, minor), _) => format!("{major}:{minor}").into(),
             Cell::Nothing => Value::Null,
         }
     }
@@ -93,10 +97,10 @@ pub static LOSETUP: [Column; 17] = columns! {
     Right "AUTOCLEAR" "autoclear flag set" |info| Cell::Switch(info.autoclear);
     Left "BACK-FILE" "device backing file" |info| Cell::Text(shown_path(info));
     Right "BACK-INO" "backing file inode number" |info| backing(info, |backing| Cell::Number(backing.file.inode));
-    Left "BACK-MAJ:MIN" "backing file major:minor device number" |info| backing(info, |backing| pair(backing.file.device, 8));
+    Left "BACK-MAJ:MIN" "backing file major:minor device number" |info| backing(info, |backing| Cell::Device(backing.file.device, 8));
     Right "BACK-MAJ" "backing file major device number" |info| backing(info, |backing| Cell::Number(backing.file.device.0.into()));
     Right "BACK-MIN" "backing file minor device number" |info| backing(info, |backing| Cell::Number(backing.file.device.1.into()));
-    Left "MAJ:MIN" "device node major:minor number" |info| node(info, |number| pair(number, 3));
+    Left "MAJ:MIN" "device node major:minor number" |info| node(info, |number| Cell::Device(number, 3));
     Right "MAJ" "device node major number" |info| node(info, |number| Cell::Number(number.0.into()));
     Right "MIN" "device node minor number" |info| node(info, |number| Cell::Number(number.1.into()));
     Right "OFFSET" "offset from the beginning" |info| Cell::Number(Backing::of(info).map_or(0, |backing| backing.window.offset));
@@ -164,11 +168,6 @@ fn node(info: &DeviceInfo, cell: fn((u32, u32)) -> Cell) -> Cell {
     number.map_or(Cell::Nothing, |number| cell((libc::major(number), libc::minor(number))))
 }
 
-/// A device number, aligned at its colon as losetup(8) does.
-fn pair((major, minor): (u32, u32), width: usize) -> Cell {
-    Cell::Text(format!("{major:width$}:{minor:<3}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -201,5 +200,12 @@ mod tests {
             assert_eq!(Cell::Seconds(seconds).text(), text);
         }
         assert_eq!((Cell::Bytes(2048).text(), Cell::Bytes(2048).json()), ("2K".to_owned(), 2048.into()));
+    }
+
+    #[test]
+    fn spaces_of_a_path_are_kept_and_those_of_a_number_are_not() {
+        assert_eq!(Cell::Text(" a.img ".to_owned()).json(), " a.img ");
+        let device = Cell::Device((7, 1), 3);
+        assert_eq!((device.text().as_str(), device.json()), ("  7:1  ", "7:1".into()));
     }
 }
