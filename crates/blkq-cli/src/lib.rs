@@ -18,6 +18,7 @@ pub mod commands;
 pub mod completion;
 pub mod config;
 pub mod devices;
+mod escape;
 pub mod launch;
 pub mod output;
 pub mod trace;

@@ -34,7 +34,7 @@ pub mod mapping;
 pub mod nbd;
 pub mod peer;
 mod reports;
-mod retry;
+pub mod retry;
 mod submissions;
 mod sync;
 pub mod ublk;

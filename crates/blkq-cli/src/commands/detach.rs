@@ -4,6 +4,8 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use blkq::{Error, ErrorKind};
+use blkq_export::retry::retry;
 use blkq_export::ublk::{self, SetupProcess};
 use blkq_protocol::control::{Request, call, no_such_device};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
@@ -75,34 +77,29 @@ pub enum Detached {
     NotThere,
 }
 
+/// Fails with a busy [`Failure`] if the device is starting, stopping or being handed over.
 fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     // The name becomes part of a path, and must not contain a slash, for example.
     if check_name(name).is_err() {
         return Ok(Detached::NotThere);
     }
-    let until = Instant::now() + SETTLE_WAIT;
-    loop {
-        dir.wait_for_dying(name);
-        if !force && let Some(info) = call(dir, name, &Request::Show {})? {
-            check_unopened(&info)?;
-        }
-        if call::<()>(dir, name, &Request::Detach { force })?.is_some() {
-            return Ok(Detached::Done);
-        }
-        match clear(dir, name, force)? {
-            Detached::NotThere => {}
-            detached => return Ok(detached),
-        }
-        let busy = match dir.inspect(name)? {
-            Found::Busy(busy) => busy,
-            _ if dir.is_handed_over(name) => "being handed over to a new daemon; try again".to_owned(),
-            _ => return Ok(Detached::NotThere),
-        };
-        if Instant::now() >= until {
-            return Err(Failure::new(format!("the device is {busy}")));
-        }
-        std::thread::sleep(SETTLE_POLL_INTERVAL);
+    dir.wait_for_dying(name);
+    if !force && let Some(info) = call(dir, name, &Request::Show {})? {
+        check_unopened(&info)?;
     }
+    if call::<()>(dir, name, &Request::Detach { force })?.is_some() {
+        return Ok(Detached::Done);
+    }
+    match clear(dir, name, force)? {
+        Detached::NotThere => {}
+        detached => return Ok(detached),
+    }
+    let busy = match dir.inspect(name)? {
+        Found::Busy(busy) => busy,
+        _ if dir.is_handed_over(name) => "being handed over to a new daemon; try again".to_owned(),
+        _ => return Ok(Detached::NotThere),
+    };
+    Err(Error::new(ErrorKind::Busy, format!("the device is {busy}")).into())
 }
 
 /// Removes the stale files of a dead daemon, and its block device.
@@ -148,7 +145,10 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
 
 /// Fails if the device is in use and `force` is false, or if the last flush of the device failed.
 pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
-    let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
+    let until = Instant::now() + SETTLE_WAIT;
+    let detach = || stop_or_clear(dir, name, force);
+    let detached =
+        retry(until, SETTLE_POLL_INTERVAL, detach, Failure::is_busy).map_err(|e| during(e, name))?;
     if let Detached::WasDead(notice) = &detached {
         print_error(notice);
     }

@@ -1,11 +1,10 @@
 use std::process::ExitCode;
 
 use blkq_protocol::daemon::Serve;
-use blkq_protocol::failure::Outcome;
+use blkq_protocol::failure::{Failure, Outcome};
 use clap::{CommandFactory, Parser, Subcommand};
 
 pub mod attach;
-pub mod bench;
 pub mod bitmap;
 mod bitmap_file;
 pub mod commit;
@@ -116,7 +115,7 @@ pub enum Command {
     /// Flush devices and detach them
     Detach(detach::Args),
     /// Measure what each mechanism gains on this machine, and compare blkq with other servers
-    Bench(bench::Args),
+    Bench(blkq_bench::Arguments),
     /// Start a new daemon for a device whose daemon was killed or crashed
     Recover(recover::Args),
     /// Hand a device in use to a new daemon of this program, without I/O errors
@@ -164,9 +163,11 @@ impl Command {
             Command::Commit(args) => args.run().map(done),
             Command::Resume(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
-            Command::Bench(args) => bench::run(&args).map(done),
+            Command::Bench(args) => {
+                blkq_bench::run(&args).map(done).map_err(|e| Failure::new(e.to_string()).during("bench"))
+            }
             Command::Recover(args) => args.run(),
-            Command::Upgrade(args) => args.run::<D>(),
+            Command::Upgrade(args) => args.run::<D>().map(done),
             Command::Losetup(args) => args.run(),
             Command::Config(args) => args.run::<D>(),
             Command::Doctor(args) => args.run(),

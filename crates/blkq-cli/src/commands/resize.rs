@@ -1,6 +1,6 @@
 //! `blkq resize`: changes the size of a device in use.
 
-use blkq::units::parse_bytes;
+use blkq::units::{format_bytes, parse_bytes};
 use blkq_protocol::control::{NewSize, Request, ask};
 use blkq_protocol::failure::Outcome;
 use blkq_protocol::state::StateDir;
@@ -8,7 +8,6 @@ use blkq_protocol::state::StateDir;
 use crate::commands::detach::check_unopened;
 use crate::devices::DeviceArg;
 use crate::output::print;
-use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -33,9 +32,8 @@ pub struct Args {
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let (dir, name) = self.device.find()?;
-        let size = resize(&dir, &name, self.size.unwrap_or(NewSize::OfImage), self.force)
-            .map_err(|e| e.during(format_args!("resize {}", self.device.word)))?;
+        let new = self.size.unwrap_or(NewSize::OfImage);
+        let size = self.device.act("resize", |dir, name| resize(dir, name, new, self.force))?;
         print(&format!("{}\n", format_bytes(size)))
     }
 }
@@ -51,10 +49,9 @@ fn parse_size(text: &str) -> Result<NewSize, blkq::Error> {
 pub fn resize(dir: &StateDir, name: &str, new: NewSize, force: bool) -> Outcome<u64> {
     // The daemon is confined and does not see which processes have the block device open, so this command
     // checks that. The daemon only uses the result if the device would shrink.
-    let user = if force {
-        None
-    } else {
-        check_unopened(&ask(dir, name, &Request::Show {})?).err().map(|failure| failure.to_string())
+    let user = match force {
+        true => None,
+        false => check_unopened(&ask(dir, name, &Request::Show {})?).err().map(|failure| failure.to_string()),
     };
     let (size, grow_by) = match new {
         NewSize::OfImage => (None, None),

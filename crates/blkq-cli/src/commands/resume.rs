@@ -4,7 +4,7 @@ use blkq_protocol::control::{Request, ask};
 use blkq_protocol::failure::Outcome;
 
 use crate::devices::DeviceArg;
-use crate::output::print;
+use crate::output::{print, quantity};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -27,11 +27,9 @@ pub struct Args {
 
 impl Args {
     pub fn run(self) -> Outcome {
-        let (dir, name) = self.device.find()?;
-        let held: u64 = ask(&dir, &name, &Request::Resume { fail: self.fail })
-            .map_err(|e| e.during(format_args!("resume {}", self.device.word)))?;
+        let request = Request::Resume { fail: self.fail };
+        let held: u64 = self.device.act("resume", |dir, name| ask(dir, name, &request))?;
         let what = if self.fail { "failed" } else { "reissued" };
-        let requests = if held == 1 { "request" } else { "requests" };
-        print(&format!("{held} held {requests} {what}\n"))
+        print(&format!("{} {what}\n", quantity(held, "held request")))
     }
 }

@@ -2,11 +2,11 @@
 //! must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
 //! requests in flight.
 
+use std::io;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use std::{fs, io};
 
+use blkq_export::retry::retry;
 use blkq_protocol::control::{Request, ask, call, daemon_of};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::{Failure, Outcome};
@@ -18,7 +18,7 @@ use super::recover::attach_options;
 use crate::config;
 use crate::devices::DeviceArg;
 use crate::launch::session::in_own_session;
-use crate::launch::{Launched, Program, report};
+use crate::launch::{Program, report};
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -61,12 +61,9 @@ impl Args {
     /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
     /// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
     /// does.
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let during = |e: Failure| e.during(format_args!("upgrade {}", self.device.word));
-        let (dir, name) = self.device.find()?;
-        let info = in_own_session(|| self.hand_over::<D>(&dir, &name)).map_err(during)?;
-        report(&info)?;
-        Ok(ExitCode::SUCCESS)
+    pub fn run<D: Serve>(self) -> Outcome {
+        let hand_over = |dir: &StateDir, name: &str| in_own_session(|| self.hand_over::<D>(dir, name));
+        report(&self.device.act("upgrade", hand_over)?)
     }
 
     fn hand_over<D: Serve>(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
@@ -103,9 +100,7 @@ impl Args {
 /// Checks that the service of a virtual machine's disk, if it has a configuration file, would serve the same disk:
 /// else the machine would wait until the service has failed to start.
 fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
-    let path = config::path_of(&state.name);
-    // Not `exists()`, which returns false for a file that this user may not inspect.
-    if fs::symlink_metadata(&path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+    if !config::is_configured(&state.name) {
         return Ok(());
     }
     let mut options = config::named(&state.name).and_then(config::with_defaults)?;
@@ -120,7 +115,7 @@ fn check_configuration(dir: &StateDir, state: &StateFile) -> Outcome {
     Err(Failure::new(format!(
         "{} describes another disk than the device serves; correct image, offset, size-limit, sector-size, read-only, \
          export, vhost-socket and the files of Ceph, or upgrade without --service",
-        path.display()
+        config::path_of(&state.name).display()
     )))
 }
 
@@ -172,10 +167,10 @@ impl DeviceWithoutDaemon<'_> {
 
     fn launch(&self, program: &Program) -> Outcome<DeviceInfo> {
         let launched = match &self.guest {
-            Some(options) => program.launch_successor(options, self.settings.clone()),
+            Some(options) => program.launch_successor(self.name, options, self.settings.clone()),
             None => program.launch_recover(self.name, false),
         };
-        launched.map(|Launched { info, .. }| info)
+        launched.map(|launched| launched.info)
     }
 
     /// If the daemon does not start, starts a daemon of the old program.
@@ -200,11 +195,8 @@ impl DeviceWithoutDaemon<'_> {
             _ => None,
         };
         let until = Instant::now() + timeout;
-        while Instant::now() < until {
-            if let Some(info) = started() {
-                return Ok(info);
-            }
-            std::thread::sleep(RESTART_POLL_INTERVAL);
+        if let Ok(info) = retry(until, RESTART_POLL_INTERVAL, || started().ok_or(()), |()| true) {
+            return Ok(info);
         }
         let failure = Failure::new(format!(
             "the service did not start a new daemon within {} s (see the journal of the service)",

@@ -18,6 +18,7 @@ use blkq_protocol::daemon::{Obstacle, Serve};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Format, Key, SettingGroups, image_text};
 use blkq_protocol::state::check_name;
+use blkq_protocol::system::if_exists;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
@@ -60,7 +61,7 @@ impl ConfigFile {
 
     /// The error lists all mistakes that concern single lines, in the order of the lines.
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
-        let text = read_text(path).map_err(|e| vec![Fault { line: 0, text: e.to_string() }])?;
+        let text = read_text(path).map_err(|e| vec![Fault::of_file(e.to_string())])?;
         let file = ConfigFile { path: path.to_owned(), keys: words::parse(&text).all()? };
         file.check_name().map_err(|fault| vec![fault])?;
         Ok(file)
@@ -69,7 +70,7 @@ impl ConfigFile {
     fn check_name(&self) -> Result<(), Fault> {
         let name = self.name();
         check_name(&name)
-            .map_err(|rule| Fault { line: 0, text: format!("{name:?} is not a valid device name: {rule}") })
+            .map_err(|rule| Fault::of_file(format!("{name:?} is not a valid device name: {rule}")))
     }
 
     /// The name of the device: the value of the key `name`, or else the name of the file without its suffix.
@@ -139,7 +140,7 @@ impl ConfigFile {
     pub fn faults<D: Serve>(path: &Path) -> Vec<Fault> {
         let text = match read_text(path) {
             Ok(text) => text,
-            Err(e) => return vec![Fault { line: 0, text: e.to_string() }],
+            Err(e) => return vec![Fault::of_file(e.to_string())],
         };
         let Parsed { keys, mut faults, faulty } = words::parse(&text);
         if keys.is_empty() && !faults.is_empty() {
@@ -249,15 +250,11 @@ pub fn directory() -> PathBuf {
 /// The paths of the files in the directory, sorted; empty if the directory does not exist.
 pub fn files() -> Outcome<Vec<PathBuf>> {
     let dir = directory();
-    let failed = |e: io::Error| Failure::new(format!("cannot read the directory {}: {e}", dir.display()));
-    let entries = match fs::read_dir(&dir) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(failed)?,
-    };
-    let mut paths = entries
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(failed)?;
+    let entries =
+        || if_exists(fs::read_dir(&dir))?.into_iter().flatten().map(|entry| Ok(entry?.path())).collect();
+    let paths: io::Result<Vec<PathBuf>> = entries();
+    let failed = |e| Failure::new(format!("cannot read the directory {}: {e}", dir.display()));
+    let mut paths = paths.map_err(failed)?;
     paths.retain(|path| path.extension() == Some(OsStr::new(SUFFIX)));
     paths.sort();
     Ok(paths)
@@ -287,11 +284,12 @@ pub fn named(name: &str) -> Outcome<AttachOptions> {
 
 /// Whether there is a configuration file of the device `name`, which names the file at the resolved path `image`.
 pub fn names_image(name: &str, image: &Path) -> Outcome<bool> {
-    if is_missing(&path_of(name)) {
-        return Ok(false);
-    }
     let is_image = |path: &Path| path.canonicalize().is_ok_and(|path| path == image);
-    Ok(matches!(named(name)?.image, DriverSpec::Image(ref path) if is_image(path)))
+    Ok(is_configured(name) && matches!(named(name)?.image, DriverSpec::Image(ref path) if is_image(path)))
+}
+
+pub fn is_configured(name: &str) -> bool {
+    !is_missing(&path_of(name))
 }
 
 /// `Path::exists` would return false for a file that this user may not inspect.
@@ -331,25 +329,17 @@ pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcom
         return Err(file.no_image().failure(path).during("attach"));
     }
     let is_given = |id: &Id| given.value_source(id.as_str()) == Some(ValueSource::CommandLine);
-    let argument = |id: &Id| attach.get_arguments().find(|argument| argument.get_id() == id);
-    let excludes =
-        |one: &Arg, id: &Id| attach.get_arg_conflicts_with(one).iter().any(|other| other.get_id() == id);
+    let excludes = |one: &Arg, other: &Arg| attach.get_arg_conflicts_with(one).contains(&other);
     let is_overridden = |id: &Id| {
-        let of_line = attach.get_arguments().filter(|other| is_given(other.get_id()));
-        is_given(id)
-            || of_line.into_iter().any(|other| {
-                excludes(other, id) || argument(id).is_some_and(|argument| excludes(argument, other.get_id()))
-            })
+        let of_file = attach.get_arguments().find(|argument| argument.get_id() == id);
+        let mut of_line = attach.get_arguments().filter(|other| is_given(other.get_id()));
+        let overrides = |key: &Arg| of_line.any(|other| excludes(other, key) || excludes(key, other));
+        is_given(id) || of_file.is_some_and(overrides)
     };
-    let mut all = words[..2].to_vec();
-    if !is_given(&Id::from("name")) {
-        all.extend(file.implied_name().map(OsString::from));
-    }
-    for key in file.keys.iter().filter(|key| !is_overridden(&key.id)) {
-        all.extend(key.words.iter().map(Into::into));
-    }
-    all.extend_from_slice(&words[2..]);
-    Ok(all)
+    let name = file.implied_name().filter(|_| !is_given(&Id::from("name")));
+    let keys = file.keys.iter().filter(|key| !is_overridden(&key.id));
+    let of_file = name.into_iter().chain(keys.flat_map(|key| key.words.iter().cloned()));
+    Ok(words[..2].iter().cloned().chain(of_file.map(Into::into)).chain(words[2..].iter().cloned()).collect())
 }
 
 #[cfg(test)]

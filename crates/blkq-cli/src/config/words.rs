@@ -26,6 +26,10 @@ pub struct Fault {
 }
 
 impl Fault {
+    pub fn of_file(text: String) -> Fault {
+        Fault { line: 0, text }
+    }
+
     /// The message for the user, with the path of the file and the line in front.
     pub fn failure(&self, path: &Path) -> Failure {
         match self.line {

@@ -58,36 +58,26 @@ impl Entry {
 
 /// All devices, sorted by name. Nothing is changed, and no lock is taken.
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
-    let mut entries = Vec::new();
-    for name in dir.names()? {
-        match inspect(dir, &name) {
-            Ok(entry) => entries.extend(entry),
-            Err(failure) => {
-                let error = failure.without_object(&name).to_owned();
-                entries.push(Entry::Silent { name, error });
-            }
-        }
-    }
-    Ok(entries)
+    let entry = |name: String| {
+        inspect(dir, &name).unwrap_or_else(|failure| {
+            let error = failure.without_object(&name).to_owned();
+            Some(Entry::Silent { name, error })
+        })
+    };
+    Ok(dir.names()?.into_iter().filter_map(entry).collect())
 }
 
 /// The devices of the configuration files that are not among `entries`, sorted by name.
 pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
-    let is_attached = |name: &str| entries.iter().any(|entry| entry.name() == name);
-    let mut others = Vec::new();
-    for (path, device) in configured()? {
-        match device {
-            Ok(device) if is_attached(&device.name) => {}
-            Ok(device) => others.push(Entry::Configured(Box::new(device))),
-            Err(failure) => {
-                let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                if !is_attached(&name) {
-                    others.push(Entry::Silent { name, error: failure.to_string() });
-                }
-            }
+    let entry = |(path, device): (PathBuf, Outcome<Configured>)| match device {
+        Ok(device) => Entry::Configured(Box::new(device)),
+        Err(failure) => {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            Entry::Silent { name, error: failure.to_string() }
         }
-    }
-    Ok(others)
+    };
+    let is_attached = |other: &Entry| entries.iter().any(|entry| entry.name() == other.name());
+    Ok(configured()?.into_iter().map(entry).filter(|entry| !is_attached(entry)).collect())
 }
 
 /// Describes the device `name`. Returns `None` if there is no such device.
@@ -115,20 +105,16 @@ fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
     let target = Target::of(bytes);
     let name = bytes.to_str().filter(|name| check_name(name).is_ok());
     if let Some(word) = name.filter(|name| dir.file(name, ".lock").exists()) {
-        if target.exists() && !target.is(dir, word) {
-            let others = target.devices(dir)?;
-            if let Some(other) = others.first() {
-                let (what, path) = match target.file {
-                    Some(_) => ("image", format!("./{word}")),
-                    None => ("node", format!("/dev/{word}")),
-                };
-                return Err(Failure::new(format!(
-                    "{word} is the name of a device, and the {what} of the device {other}; for the latter, use {path} or \
-                     {other}"
-                )));
-            }
-        }
-        return Ok(Some(word.to_owned()));
+        let is_other = target.exists() && !target.is(dir, word);
+        let others = if is_other { target.devices(dir)? } else { Vec::new() };
+        let Some(other) = others.first() else { return Ok(Some(word.to_owned())) };
+        let (what, path) = match target.file {
+            Some(_) => ("image", format!("./{word}")),
+            None => ("node", format!("/dev/{word}")),
+        };
+        return Err(Failure::new(format!(
+            "{word} is the name of a device, and the {what} of the device {other}; for the latter, use {path} or {other}"
+        )));
     }
     let mut names = target.devices(dir)?;
     if names.len() > 1 {
@@ -138,14 +124,11 @@ fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
         let (dead, live): (Vec<_>, Vec<_>) = names.into_iter().partition(is_dead);
         names = if live.is_empty() { dead } else { live };
     }
-    match &names[..] {
-        [] => Ok(None),
-        [name] => Ok(Some(name.clone())),
-        names => {
-            let (word, names) = (bytes.display(), names.join(", "));
-            Err(Failure::new(format!("{word} is attached as {names}; use one of these names")))
-        }
+    if names.len() > 1 {
+        let (word, names) = (bytes.display(), names.join(", "));
+        return Err(Failure::new(format!("{word} is attached as {names}; use one of these names")));
     }
+    Ok(names.pop())
 }
 
 /// A word of the user, interpreted as an image or an export.
@@ -237,10 +220,10 @@ fn is_host(host: &str, claimed: &str) -> bool {
 /// A word that refers to a device, as text. A word that is not UTF-8 can only be the path of an image; it is
 /// replaced by the name of the device that has the image. Fails as [`name_of`].
 pub fn word_of(word: &OsStr) -> Outcome<String> {
-    if let Some(text) = word.to_str() {
-        return Ok(text.to_owned());
-    }
-    let name = name_of_bytes(&StateDir::locate()?, word)?;
+    let name = match word.to_str() {
+        Some(text) => Some(text.to_owned()),
+        None => name_of_bytes(&StateDir::locate()?, word)?,
+    };
     Ok(name.unwrap_or_else(|| word.to_string_lossy().into_owned()))
 }
 
@@ -258,6 +241,12 @@ impl DeviceArg {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.word)?;
         Ok((dir, name))
+    }
+
+    /// Calls `act` for the device, which must exist. Its failure is prefixed with `verb` and the word of the user.
+    pub fn act<T>(&self, verb: &str, act: impl FnOnce(&StateDir, &str) -> Outcome<T>) -> Outcome<T> {
+        let (dir, name) = self.find()?;
+        act(&dir, &name).map_err(|e| e.during(format_args!("{verb} {}", self.word)))
     }
 }
 

@@ -1,8 +1,8 @@
 //! Parses the addresses of a device that `attach` and `show` print.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
+
+use crate::escape::unescape;
 
 /// An address to which clients connect.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -31,10 +31,10 @@ impl Place {
             return Some(Place::VhostUser(path.into()));
         }
         let (scheme, rest) = export.split_once("://")?;
-        let text = |escaped: &str| unescaped(escaped).into_string().ok();
+        let text = |escaped: &str| unescape(escaped, "%").into_string().ok();
         if let Some(unix) = scheme.strip_suffix("+unix") {
             let (export, path) = rest.strip_prefix('/')?.split_once("?socket=")?;
-            let address = NbdAddress::Unix(unescaped(path).into());
+            let address = NbdAddress::Unix(unescape(path, "%").into());
             return Some(Place::Nbd { address, tls: is_tls(unix)?, export: text(export)? });
         }
         let (address, export) = rest.split_once('/').unwrap_or((rest, ""));
@@ -51,21 +51,6 @@ fn is_tls(scheme: &str) -> Option<bool> {
         "nbds" => Some(true),
         _ => None,
     }
-}
-
-/// Decodes the `%XX` sequences of a path in a URI.
-pub fn unescaped(text: &str) -> OsString {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, after @ ..] = rest {
-        let digits =
-            after.get(..2).filter(|_| *first == b'%').and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => (bytes.push(byte), rest = &after[2..]),
-            None => (bytes.push(*first), rest = after),
-        };
-    }
-    OsString::from_vec(bytes)
 }
 
 #[cfg(test)]

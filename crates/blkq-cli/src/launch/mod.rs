@@ -10,10 +10,11 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use blkq_export::retry::retry;
 use blkq_protocol::control::{REPLY_BYTES_MAX, Reply};
 use blkq_protocol::daemon::LaunchMessage;
 use blkq_protocol::failure::{Failure, Outcome};
@@ -47,84 +48,71 @@ impl Program {
         File::open(format!("/proc/{pid}/exe")).map(Program::Running)
     }
 
-    fn path(&self) -> PathBuf {
-        match self {
-            Program::This => "/proc/self/exe".into(),
-            Program::Running(file) => format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
-        }
-    }
-
     /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
     /// the device is detached when this process exits.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
         let flags: &[_] = if exit_with_parent { &["--exit-with-parent"] } else { &[] };
-        self.launch_with(options, flags, Vec::new(), false)
+        let name = options.name.clone().unwrap_or_else(|| options.default_name());
+        let options = Record::new(options)?;
+        self.launch(flags, &name, Some(LaunchMessage { options, settings: Vec::new(), succeeds: false }))
     }
 
-    /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
-    /// that were changed while that daemon served the device.
+    /// As [`Program::launch_attach`], for the device `name`, which its last daemon has handed over. `settings` are
+    /// those that were changed while that daemon served the device.
     pub fn launch_successor(
         &self,
+        name: &str,
         options: &AttachOptions,
         settings: Vec<(String, String)>,
     ) -> Outcome<Launched> {
-        self.launch_with(options, &[], settings, true)
-    }
-
-    fn launch_with(
-        &self,
-        options: &AttachOptions,
-        flags: &[&str],
-        settings: Vec<(String, String)>,
-        succeeds: bool,
-    ) -> Outcome<Launched> {
-        let name = options.name.clone().unwrap_or_else(|| options.default_name());
-        let message = LaunchMessage { options: Record::new(options)?, settings, succeeds };
-        let input = serde_json::to_vec(&message).map_err(|e| failure(e.into()))?;
-        launch(self, flags, &name, &input)
+        let options = Record::new(options)?;
+        self.launch(&[], name, Some(LaunchMessage { options, settings, succeeds: true }))
     }
 
     /// As [`Program::launch_attach`], for the device `name`, which the new daemon recovers because the last
     /// one has exited. With `allow_replaced`, the daemon also serves files that replaced those of the device.
     pub fn launch_recover(&self, name: &str, allow_replaced: bool) -> Outcome<Launched> {
         let flags: &[_] = if allow_replaced { &["--recover", "--allow-replaced"] } else { &["--recover"] };
-        launch(self, flags, name, &[])
+        self.launch(flags, name, None)
     }
-}
 
-/// Runs `program` as a daemon. Its arguments show in process lists, so they contain no options.
-fn launch(program: &Program, flags: &[&str], name: &str, input: &[u8]) -> Outcome<Launched> {
-    let mut command = Command::new(program.path());
-    command.arg0("blkq").arg(SUBCOMMAND).args(flags).arg("--").arg(name);
-    let mut child = inherit_standard_only(&mut command)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(failure)?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A daemon that does not read its input reports why.
-        let _ = stdin.write_all(input);
-    }
-    let mut line = Vec::new();
-    if let Some(stdout) = child.stdout.take() {
-        stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
-    }
-    let (printed, reply) = last_line(&line);
-    let _ = std::io::stderr().write_all(printed);
-    match serde_json::from_slice(reply) {
-        Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
-        Ok(Reply::Error(message)) => {
-            // Wait for the exit, so that nothing of the daemon is left when this command returns. The time is
-            // limited, because a kernel bug could keep the process.
-            let until = Instant::now() + EXIT_TIMEOUT;
-            while child.try_wait().map_err(failure)?.is_none() && Instant::now() < until {
-                std::thread::sleep(EXIT_POLL_INTERVAL);
-            }
-            Err(Failure::new(message))
+    /// Runs the program as a daemon. Its arguments show in process lists, so they contain no options.
+    fn launch(&self, flags: &[&str], name: &str, message: Option<LaunchMessage>) -> Outcome<Launched> {
+        let input = message.map(|message| serde_json::to_vec(&message)).transpose();
+        let input = input.map_err(|e| failure(e.into()))?.unwrap_or_default();
+        let mut command = Command::new(match self {
+            Program::This => "/proc/self/exe".to_owned(),
+            Program::Running(file) => format!("/proc/self/fd/{}", file.as_raw_fd()),
+        });
+        command.arg0("blkq").arg(SUBCOMMAND).args(flags).arg("--").arg(name);
+        let mut child = inherit_standard_only(&mut command)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(failure)?;
+        if let Some(mut stdin) = child.stdin.take() {
+            // A daemon that does not read its input reports why.
+            let _ = stdin.write_all(&input);
         }
-        Err(_) => {
-            let status = child.wait().map_err(failure)?;
-            Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
+        let mut line = Vec::new();
+        if let Some(stdout) = child.stdout.take() {
+            stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
+        }
+        let (printed, reply) = last_line(&line);
+        let _ = std::io::stderr().write_all(printed);
+        match serde_json::from_slice(reply) {
+            Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
+            Ok(Reply::Error(message)) => {
+                // Wait for the exit, so that nothing of the daemon is left when this command returns. The time is
+                // limited, because a kernel bug could keep the process.
+                let exited = || child.try_wait().ok().flatten().ok_or(());
+                let _ = retry(Instant::now() + EXIT_TIMEOUT, EXIT_POLL_INTERVAL, exited, |()| true);
+                Err(Failure::new(message))
+            }
+            Err(_) => {
+                let status = child.wait().map_err(failure)?;
+                Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
+            }
         }
     }
 }

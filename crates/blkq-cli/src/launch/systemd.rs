@@ -6,6 +6,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use blkq_protocol::failure::{Failure, Outcome};
 use rustix::io::{FdFlags, fcntl_setfd};
 
+use crate::escape::unescape;
 use crate::launch::descriptors::close_from;
 
 /// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.
@@ -26,26 +27,23 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     if !is_activated() {
         return Ok(Vec::new());
     }
+    let failed = |why: String| Failure::new(why).during("socket activation");
+    let refuse = |what: String| failed(format!("{what}; start blkq from a .socket unit"));
     let count = std::env::var("LISTEN_FDS").ok().and_then(|count| count.parse::<RawFd>().ok());
-    let Some(count) = count.filter(|count| (0..=LISTEN_FDS_MAX).contains(count)) else {
-        return Err(Failure::new(format!(
-            "socket activation: LISTEN_FDS is not a number from 0 to {LISTEN_FDS_MAX}; start blkq from a .socket unit"
-        )));
-    };
+    let count = count
+        .filter(|count| (0..=LISTEN_FDS_MAX).contains(count))
+        .ok_or_else(|| refuse(format!("LISTEN_FDS is not a number from 0 to {LISTEN_FDS_MAX}")))?;
     let fds = LISTEN_FDS_START..LISTEN_FDS_START + count;
     if let Some(fd) = fds.clone().find(|fd| !is_open(*fd)) {
-        return Err(Failure::new(format!(
-            "socket activation: descriptor {fd} of LISTEN_FDS is not open; start blkq from a .socket unit"
-        )));
+        return Err(refuse(format!("descriptor {fd} of LISTEN_FDS is not open")));
     }
     // SAFETY: this process has opened no descriptor yet, and those of the protocol precede the closed ones.
-    unsafe { close_from(fds.end as u32) }.map_err(|e| Failure::new(format!("socket activation: {e}")))?;
+    unsafe { close_from(fds.end as u32) }.map_err(|e| failed(e.to_string()))?;
     fds.map(|fd| {
         // SAFETY: the descriptor is open. According to LISTEN_PID it was opened for this process to own, and
         // this process has opened no descriptor yet.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|e| Failure::new(format!("socket activation: {e}")))?;
-        Ok(fd)
+        fcntl_setfd(&fd, FdFlags::CLOEXEC).map(|()| fd).map_err(|e| failed(e.to_string()))
     })
     .collect()
 }
@@ -63,19 +61,7 @@ pub fn escape_instance(name: &str) -> String {
 /// The name of the device of an instance (`%i`). Names contain no backslash, so an instance that is not
 /// escaped is returned unchanged.
 pub fn unescape_instance(instance: &str) -> String {
-    let mut parts = instance.split("\\x");
-    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
-    for part in parts {
-        let digits = part.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
-        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => {
-                bytes.push(byte);
-                bytes.extend(&part.as_bytes()[2..]);
-            }
-            None => bytes.extend([&b"\\x"[..], part.as_bytes()].concat()),
-        }
-    }
-    String::from_utf8(bytes).unwrap_or_else(|_| instance.to_owned())
+    unescape(instance, "\\x").into_string().unwrap_or_else(|_| instance.to_owned())
 }
 
 fn is_open(fd: RawFd) -> bool {

@@ -34,6 +34,11 @@ pub fn print_json(value: &impl serde::Serialize) -> Outcome {
     print(&format!("{line}\n"))
 }
 
+/// `1 request`, `2 requests`.
+pub fn quantity(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
 /// Prints warnings about the device `name` on standard error.
 pub fn warn(name: &str, warnings: &[String]) {
     warnings.iter().for_each(|why| print_error(&Failure::new(format!("{name}: warning: {why}"))));

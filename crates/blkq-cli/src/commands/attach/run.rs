@@ -6,13 +6,14 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
+use blkq_export::retry::retry;
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Tls};
 use blkq_protocol::state::StateDir;
 
 use crate::commands::detach::{self, Detached};
-use crate::devices::uri::unescaped;
+use crate::escape::unescape;
 use crate::launch::Launched;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
@@ -88,16 +89,11 @@ impl Device<'_> {
             return;
         }
         let until = Instant::now() + HANG_UP_WAIT;
-        let detached = loop {
-            match detach::detach(&dir, self.name, false) {
-                Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
-                Err(busy) => {
-                    print_error(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
-                    break detach::detach(&dir, self.name, true);
-                }
-                detached => break detached,
-            }
-        };
+        let politely = || detach::detach(&dir, self.name, false);
+        let detached = retry(until, HANG_UP_POLL_INTERVAL, politely, |_| true).or_else(|busy| {
+            print_error(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
+            detach::detach(&dir, self.name, true)
+        });
         match detached {
             Ok(Detached::Done | Detached::NotThere) => {}
             Ok(Detached::WasDead(_)) => self.failed = true,
@@ -195,7 +191,7 @@ fn set_mask(mask: &libc::sigset_t) -> io::Result<()> {
 fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Option<OsString>); 8] {
     let uri = info.exports.iter().find(|export| export.starts_with("nbd"));
     let node = info.exports.iter().find(|export| export.starts_with("/dev/"));
-    let socket = uri.and_then(|uri| uri.split_once("?socket=")).map(|(_, path)| unescaped(path));
+    let socket = uri.and_then(|uri| uri.split_once("?socket=")).map(|(_, path)| unescape(path, "%"));
     let address = uri.and_then(|uri| uri.strip_prefix("nbd://").or(uri.strip_prefix("nbds://")));
     let address = address.map(|address| address.split('/').next().unwrap_or(address));
     let port = address.and_then(|address| address.rsplit_once(':')).map(|(_, port)| port.into());
