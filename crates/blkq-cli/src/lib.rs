@@ -21,6 +21,7 @@ pub mod devices;
 mod escape;
 pub mod launch;
 pub mod output;
+pub mod stop;
 pub mod trace;
 pub mod usage;
 

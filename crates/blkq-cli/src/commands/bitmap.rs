@@ -3,20 +3,19 @@
 use std::fs;
 use std::os::fd::AsFd;
 
-use blkq::units::parse_bytes;
+use blkq::units::{format_bytes, parse_bytes};
 use blkq_drivers::DriverSpec;
 use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::{Dialogue, Request, ask};
-use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::failure::Outcome;
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Format, Record, with_write_access};
 use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 
-use super::bitmap_file::BitmapFile;
+use super::bitmap_file;
 use crate::devices::DeviceArg;
 use crate::output::{Align, print, print_json, render};
-use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -101,12 +100,12 @@ impl Args {
                 return if json { print_json(&bitmaps) } else { print(&table(&bitmaps)) };
             }
         };
-        let of = |e: Failure| e.during(format_args!("bitmap {}", device.word));
-        let (dir, name) = device.find()?;
-        if matches!(change, BitmapChange::Add { .. }) {
-            send_bitmap_file(&dir, &name).map_err(of)?;
-        }
-        ask(&dir, &name, &Request::Bitmap { change }).map_err(of)
+        device.act("bitmap", |dir, name| {
+            if matches!(change, BitmapChange::Add { .. }) {
+                send_bitmap_file(dir, name)?;
+            }
+            ask(dir, name, &Request::Bitmap { change })
+        })
     }
 }
 
@@ -128,7 +127,7 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     if info.read_only || !is_file || !options.is_some_and(has_file) {
         return Ok(());
     }
-    let file = BitmapFile::open_or_create(&image)?;
+    let file = bitmap_file::open_or_create(&image)?;
     let dialogue = Dialogue::begin(dir, name, &Request::BitmapFile {})?;
     dialogue.step(&[file.file().as_fd()]).and_then(|done| done)?;
     file.keep();

@@ -3,28 +3,29 @@
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
-use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask, is_readable};
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, RecordedBacking, StateFile};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Record};
 use blkq_protocol::state::StateDir;
-use blkq_protocol::system::signals::{Signal, Signals};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkq_protocol::system::signals::Signal;
 
-use super::bitmap_file::BitmapFile;
+use super::attach::create::FileGuard;
+use super::bitmap_file;
 use super::recorded_image::RecordedImage;
-use crate::config;
 use crate::devices::DeviceArg;
 use crate::output::{Progress, print_json, print_line, warn};
+use crate::{config, stop};
 
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+const TICK: Duration = Duration::from_millis(200);
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -56,48 +57,59 @@ impl Args {
         let (dir, name) = self.device.find().map_err(of)?;
         // This reports a dead daemon in the same words as other commands.
         ask::<()>(&dir, &name, &Request::Ping {})?;
-        let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
-        let number = dir.next_image(&name);
+        let notice = format!(
+            "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` prints the image"
+        );
+        let stop = stop::on_signals(&[Signal::Interrupt, Signal::Terminate], notice)?;
+        let (done, path) = self.commit(&dir, &name, &stop).map_err(of)?;
+        warn(&name, &done.warnings);
+        warn_of_configuration(&name, &done, &path);
+        if self.json { print_json(&done) } else { print_line(&done.image) }
+    }
+
+    /// Returns the result, and the path of the backing file. Cancels the commit when `stop` is set.
+    fn commit(&self, dir: &StateDir, name: &str, stop: &AtomicBool) -> Outcome<(Committed, PathBuf)> {
+        let number = dir.next_image(name);
         let request = Request::Commit { image: number };
         let (dialogue, begun, _) =
-            Dialogue::begin_with_file::<Option<BegunCommit>>(&dir, &name, &request, CHANGE_TIMEOUT)
-                .map_err(of)?;
-        let state = dir
-            .read_state(&name)
-            .ok_or_else(|| of(Failure::new("cannot read the state file of the device")))?;
-        let (base, bitmaps) = self.open(&dir, &state).map_err(of)?;
+            Dialogue::begin_with_file::<Option<BegunCommit>>(dir, name, &request, CHANGE_TIMEOUT)?;
+        let state =
+            dir.read_state(name).ok_or_else(|| Failure::new("cannot read the state file of the device"))?;
+        let (base, bitmaps) = self.open(dir, &state)?;
         // The backing file must be recorded before the files are sent: this command may be killed while the
         // daemon pivots to it, and the next daemon needs its options.
-        let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
+        let recorded = record(dir, &state, number, &base, begun)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
-        let files = [Some(&image), Some(&synced), bitmaps.as_ref().map(BitmapFile::file)];
+        let files = [Some(&image), Some(&synced), bitmaps.as_ref().map(FileGuard::file)];
         let files: Vec<_> = files.into_iter().flatten().map(AsFd::as_fd).collect();
-        dialogue.go_on(&files).map_err(of)?;
+        dialogue.go_on(&files)?;
         drop((image, synced));
         let mut progress = Progress::new(PROGRESS_INTERVAL);
-        let line = || {
-            let commit = ask::<DeviceInfo>(&dir, &name, &Request::Show {}).ok()?.commit?;
-            Some(format!("{name}: {}", shown_progress(&commit)))
-        };
-        wait(&name, &dialogue, &mut signals, || progress.show(line));
+        while !is_readable(&dialogue, Some(Instant::now() + TICK)) {
+            // Only the first call has an effect.
+            if stop.load(Ordering::SeqCst) {
+                dialogue.give_up();
+            }
+            progress.show(|| {
+                let commit = ask::<DeviceInfo>(dir, name, &Request::Show {}).ok()?.commit?;
+                Some(format!("{name}: {}", shown_progress(&commit)))
+            });
+        }
         progress.clear();
         let reply = dialogue.reply::<Committed>();
         // If no reply arrived, the device may already have pivoted, so the record must stay.
         if let Ok(Ok(_)) | Err(_) = &reply {
-            bitmaps.into_iter().for_each(BitmapFile::keep);
+            bitmaps.into_iter().for_each(FileGuard::keep);
             recorded.keep();
         }
-        let done = reply.and_then(|done| done).map_err(of)?;
-        warn(&name, &done.warnings);
-        warn_of_configuration(&name, &done, &path);
-        if self.json { print_json(&done) } else { print_line(&done.image) }
+        reply?.map(|done| (done, path))
     }
 
     /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps. The name of the
     /// backing file comes from the header of the image that the state file names, and the file must be the
     /// recorded one: a client that has taken over the confined daemon can change the header, and could choose
     /// which file the daemon gets for writing.
-    fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
+    fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<FileGuard>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
             // The path in the options may be a symbolic link. The daemon opened it, so the names in the
@@ -129,8 +141,8 @@ impl Args {
         let bitmaps: Vec<BitmapInfo> = ask(dir, &state.name, &Request::Bitmaps {})?;
         let file = match bitmaps.is_empty() {
             // Without bitmaps to move, a file that cannot be opened is left unchanged, as at attach.
-            true => BitmapFile::open(&base.path).unwrap_or_default(),
-            false => Some(BitmapFile::open_or_create(&base.path)?),
+            true => bitmap_file::open(&base.path).unwrap_or_default(),
+            false => Some(bitmap_file::open_or_create(&base.path)?),
         };
         Ok((base, file))
     }
@@ -156,33 +168,6 @@ fn record<'a>(
     let below = state.backing.iter().flatten().skip(1).copied().collect();
     let (path, options) = (base.path.display().to_string(), Record::new(&options)?);
     RecordedImage::add(dir, &state.name, number, &path, &options, below)
-}
-
-/// Waits for the reply, and calls `each` at least every [`TICK`]. The first signal cancels the commit; the
-/// second signal makes this process exit without waiting for the daemon.
-fn wait(name: &str, dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
-    let mut stopped = false;
-    loop {
-        let mut fds = [PollFd::new(dialogue, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
-        let ready = poll(&mut fds, Some(&TICK));
-        let [replied, signalled] = fds.map(|fd| ready.is_ok() && !fd.revents().is_empty());
-        if replied {
-            return;
-        }
-        if signalled {
-            for _ in signals.take() {
-                if std::mem::replace(&mut stopped, true) {
-                    print_error(&Failure::new(format!(
-                        "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` \
-                         prints the image"
-                    )));
-                    std::process::exit(EXIT_FAILED.into());
-                }
-                dialogue.give_up();
-            }
-        }
-        each();
-    }
 }
 
 pub fn shown_progress(commit: &CommitInfo) -> String {

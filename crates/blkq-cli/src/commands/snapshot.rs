@@ -19,7 +19,7 @@ use blkq_protocol::info::{Backing, DeviceInfo, FileId, RecordedBacking, shown_pa
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use blkq_protocol::state::StateDir;
 
-use super::attach::create::{NewImage, directory_of};
+use super::attach::create::{FileGuard, directory_of};
 use super::recorded_image::RecordedImage;
 use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::named;
@@ -67,12 +67,18 @@ struct Wanted {
     backing: Vec<RecordedBacking>,
 }
 
+impl Wanted {
+    fn failed(&self, failure: Failure) -> Failure {
+        failure.during(format_args!("snapshot {}", self.name))
+    }
+}
+
 /// A snapshot in progress. Dropping closes the control socket, so that the device keeps its old image, and
 /// removes the file of the overlay.
 struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
-    file: NewImage,
+    file: FileGuard,
     recorded: RecordedImage<'a>,
 }
 
@@ -88,29 +94,27 @@ impl Args {
         // other's.
         wanted.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            return Err(Failure::new(format!(
-                "snapshot {}: the device is given twice; give it once",
-                twice[0].name
-            )));
+            return Err(twice[0].failed(Failure::new("the device is given twice; give it once")));
         }
-        let begun = wanted.iter().map(|wanted| Begun::new(&dir, wanted)).collect::<Outcome<Vec<_>>>()?;
+        let begin = |wanted| Begun::new(&dir, wanted).map_err(|e| wanted.failed(e));
+        let begun = wanted.iter().map(begin).collect::<Outcome<Vec<_>>>()?;
         let done = change_over(&dir, begun)?;
         // Nothing is printed before all devices have switched: printing may block.
         for_each(&done, |(wanted, done)| {
-            let warnings = done.clone().map_err(|e| e.during(format_args!("snapshot {}", wanted.name)))?;
+            let warnings = done.clone().map_err(|e| wanted.failed(e))?;
             warn(&wanted.name, &warnings);
             print_line(&wanted.path.display().to_string())
         })
     }
 
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
-        if let Some(file) = &self.to {
-            return match &self.devices[..] {
-                [device] => Ok(vec![(device.clone(), file.clone())]),
-                _ => {
-                    Err(Failure::new("snapshot: --to takes one device; write several devices as DEVICE=FILE"))
-                }
-            };
+        match (&self.to, &self.devices[..]) {
+            (Some(file), [device]) => return Ok(vec![(device.clone(), file.clone())]),
+            (Some(_), _) => {
+                let why = "snapshot: --to takes one device; write several devices as DEVICE=FILE";
+                return Err(Failure::new(why));
+            }
+            (None, _) => {}
         }
         let pair = |device: &String| match device.rsplit_once('=') {
             Some((device, file)) if !device.is_empty() && !file.is_empty() => {
@@ -289,54 +293,42 @@ impl<'a> Begun<'a> {
     /// Creates the file of the overlay, and lets the daemon flush the device, which still serves I/O.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, backing, .. } = wanted;
-        let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
-        let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
+        let file = FileGuard::create(path, there, |_| Ok(())).map_err(|e| e.during(path.display()))?;
         // The overlay must be recorded before the request: this command may be killed while the daemon
         // switches to the overlay, and the next daemon needs its options.
         let number = dir.next_image(name);
         let recorded =
-            RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())
-                .map_err(of)?;
+            RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())?;
         let request = Request::Snapshot { options: options.clone(), image: number };
-        let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
+        let dialogue = Dialogue::begin(dir, name, &request)?;
         Ok(Begun { wanted, dialogue, file, recorded })
-    }
-
-    fn failed(&self, failure: Failure) -> Failure {
-        failure.during(format_args!("snapshot {}", self.wanted.name))
     }
 
     /// Lets the daemon freeze the device and write the header and tables of the overlay.
     fn stop(&self) -> Outcome {
-        let step = self.dialogue.step(&[self.file.file().as_fd()]);
-        step.and_then(|done| done).map_err(|e| self.failed(e))
+        self.dialogue.step(&[self.file.file().as_fd()])?
     }
 
     /// Checks that the daemon still waits for the last step (it cancels if the other devices take too long), and that no
     /// other command has switched the device since it was checked: the backing files are recorded already.
     fn check(&self, dir: &StateDir) -> Outcome {
         if dir.read_state(&self.wanted.name).is_some_and(|state| state.number != self.wanted.current) {
-            return Err(self.failed(Failure::new(
-                "another command has switched the device to another image; try again",
-            )));
+            return Err(Failure::new("another command has switched the device to another image; try again"));
         }
         if self.dialogue.is_waiting() {
             return Ok(());
         }
-        let why = match self.dialogue.reply() {
-            Ok(Err(failure)) | Err(failure) => failure,
-            Ok(Ok(())) => Failure::new("the daemon sent an unexpected answer"),
-        };
-        Err(self.failed(why))
+        self.dialogue.reply::<()>()??;
+        Err(Failure::new("the daemon sent an unexpected answer"))
     }
 }
 
 /// Freezes the devices one after the other, then lets all of them continue with their overlays. Fails if a
 /// device cannot be frozen; then all devices keep their old images.
 fn change_over<'a>(dir: &StateDir, begun: Vec<Begun<'a>>) -> Outcome<Vec<Done<'a>>> {
-    begun.iter().try_for_each(Begun::stop)?;
-    begun.iter().try_for_each(|one| one.check(dir))?;
+    begun.iter().try_for_each(|one| one.stop().map_err(|e| one.wanted.failed(e)))?;
+    begun.iter().try_for_each(|one| one.check(dir).map_err(|e| one.wanted.failed(e)))?;
     // The last step is sent to all devices before any reply is read. Killing this command in between would
     // leave some devices with their old images, so the time in between is kept short.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();

@@ -4,26 +4,24 @@
 use std::io::IsTerminal;
 use std::ops::Bound;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blkq::clock::monotonic_ns;
 use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
 use blkq::units::{format_bytes, parse_bytes};
-use blkq_protocol::control::Dialogue;
-use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
-use blkq_protocol::system::signals::{Signal, Signals};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkq_protocol::control::{Dialogue, is_readable};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
+use blkq_protocol::system::signals::DAEMON;
 
 use crate::devices::DeviceArg;
 use crate::output::Progress;
 use crate::trace::filter::{Filter, Filtered};
 use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
-use crate::trace::output::{Output, OutputError, TraceStart};
+use crate::trace::output::{Output, Stopped, TraceStart};
 use crate::trace::rings::Rings;
-use crate::usage;
+use crate::{stop, usage};
 
 /// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
@@ -118,7 +116,8 @@ impl Args {
             ));
         }
         let (dir, name) = self.device.find()?;
-        let stop = stop_on_signals()?;
+        let notice = "stopped immediately; only the files that the summary names are complete";
+        let stop = stop::on_signals(&DAEMON, notice.to_owned())?;
         let (dialogue, rings) = Rings::open(&dir, &name, ring_bytes)
             .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
         let recorded = self.record(&name, &dialogue, rings, &stop, is_stream);
@@ -153,30 +152,28 @@ impl Args {
         let stopped = tracing.follow(dialogue, rings, stop, self.duration, self.progress());
         dialogue.give_up();
         let finished = tracing.finish();
-        let mut line = format!(
-            "{name}: {} events in {:.1} s, {} lost",
-            tracing.events,
-            begun.elapsed().as_secs_f64(),
-            tracing.lost
-        );
+        let seconds = begun.elapsed().as_secs_f64();
+        let mut line = format!("{name}: {} events in {seconds:.1} s, {} lost", tracing.events, tracing.lost);
         let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
         if let Some(omitted) = omitted {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
         }
-        let closed = || Failure::new(format!("{name}: the daemon closed the connection"));
-        let closed = matches!(stopped, Ok(StopReason::DaemonExited)).then(closed);
-        let (failure, files) = match (stopped, finished) {
-            (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
-                (Some(failure), Vec::new())
+        let (recorded, files) = match (stopped, finished) {
+            (Err(Stopped::Failed(failure)), _) | (_, Err(Stopped::Failed(failure))) => {
+                (Err(failure), Vec::new())
             }
-            (_, finished) => (closed, finished.unwrap_or_default()),
+            (Err(Stopped::DaemonExited), files) => {
+                let closed = Failure::new(format!("{name}: the daemon closed the connection"));
+                (Err(closed), files.unwrap_or_default())
+            }
+            (_, files) => (Ok(()), files.unwrap_or_default()),
         };
         if !files.is_empty() {
             let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
             line.push_str(&format!("; written to {}", files.join(" ")));
         }
         print_error(&Failure::new(line));
-        failure.map_or(Ok(()), Err)
+        recorded
     }
 
     fn outputs(&self, is_stream: bool, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
@@ -202,12 +199,6 @@ impl Args {
     }
 }
 
-enum StopReason {
-    /// A signal arrived, or the time of --for is over.
-    Requested,
-    DaemonExited,
-}
-
 /// Items go from the rings through the tracker and the filter to the outputs.
 struct Tracing {
     outputs: Vec<Output>,
@@ -218,6 +209,7 @@ struct Tracing {
 }
 
 impl Tracing {
+    /// Returns when the user stops the trace, or the time of --for is over.
     fn follow(
         &mut self,
         dialogue: &Dialogue,
@@ -225,26 +217,23 @@ impl Tracing {
         stop: &AtomicBool,
         duration: Option<Duration>,
         mut progress: Option<Progress>,
-    ) -> Result<StopReason, OutputError> {
+    ) -> Result<(), Stopped> {
         let begun = Instant::now();
         let mut more = false;
         let reason = loop {
             let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
             let timeout = if over || more { Duration::ZERO } else { left };
-            let mut fds = [PollFd::new(dialogue, PollFlags::IN)];
-            // The daemon sends nothing, so readable means closed. The only error is EINTR: `stop` is checked
-            // next time.
-            let closed =
-                poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
+            // The daemon sends nothing, so readable means closed.
+            let closed = is_readable(dialogue, Some(Instant::now() + timeout));
             more = self.write_batch(&mut rings, monotonic_ns())?;
             if let Some(progress) = &mut progress {
                 let seconds = begun.elapsed().as_secs();
                 progress.show(|| Some(format!("{seconds} s, {} events, {} lost", self.events, self.lost)));
             }
             match (closed, over) {
-                (_, true) => break StopReason::Requested,
-                (true, _) => break StopReason::DaemonExited,
+                (_, true) => break Ok(()),
+                (true, _) => break Err(Stopped::DaemonExited),
                 _ => {}
             }
         };
@@ -253,17 +242,17 @@ impl Tracing {
         let now_ns = monotonic_ns();
         while self.write_batch(&mut rings, now_ns)? {}
         self.write(rings.finish())?;
-        Ok(reason)
+        reason
     }
 
     /// Writes a batch of the events before `now_ns` (monotonic clock). Returns whether there are more.
-    fn write_batch(&mut self, rings: &mut Rings, now_ns: u64) -> Result<bool, OutputError> {
+    fn write_batch(&mut self, rings: &mut Rings, now_ns: u64) -> Result<bool, Stopped> {
         let (items, more) = rings.read(now_ns);
         self.write(items).map(|()| more)
     }
 
     /// Writes the items, without those that the filter drops, and the requests that they complete.
-    fn write(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
+    fn write(&mut self, mut items: Vec<Item>) -> Result<(), Stopped> {
         let tracks_ios = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
         let mut requests = Vec::new();
         for item in &items {
@@ -271,30 +260,22 @@ impl Tracing {
                 ItemKind::Event(_) => self.events += 1,
                 ItemKind::Lost(events) => self.lost += events,
             }
-            if !tracks_ios {
-                continue;
-            }
-            let effects = self.tracker.observe(item);
-            match &mut self.filtered {
-                Some(filtered) => filtered.push(*item, effects),
-                None => requests.extend(effects.request.map(|request| (item.queue, request))),
+            if tracks_ios {
+                let effects = self.tracker.observe(item);
+                match &mut self.filtered {
+                    Some(filtered) => filtered.push(*item, effects),
+                    None => requests.extend(effects.request.map(|request| (item.queue, request))),
+                }
             }
         }
-        let items = match &mut self.filtered {
-            Some(filtered) => {
-                requests = filtered.take_requests();
-                filtered.take()
-            }
-            None => items,
-        };
-        for (queue, request) in &requests {
-            self.outputs.iter_mut().try_for_each(|output| output.request(*queue, request))?;
+        if let Some(filtered) = &mut self.filtered {
+            (requests, items) = (filtered.take_requests(), filtered.take());
         }
-        self.outputs.iter_mut().try_for_each(|output| output.items(&items))
+        self.outputs.iter_mut().try_for_each(|output| output.write(&items, &requests))
     }
 
     /// Writes the remaining items, of I/Os that have not completed. Returns the files written.
-    fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
+    fn finish(&mut self) -> Result<Vec<PathBuf>, Stopped> {
         self.tracker.finish();
         let written = self.write(Vec::new());
         let mut files = Vec::new();
@@ -303,28 +284,4 @@ impl Tracing {
         }
         written.map(|()| files)
     }
-}
-
-/// The first signal sets the returned flag. The second one exits the process immediately, because writing the
-/// rest of the output may block forever.
-fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
-    let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate, Signal::Hangup])?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = stop.clone();
-    let wait = move || {
-        loop {
-            let mut fds = [PollFd::new(&signals, PollFlags::IN)];
-            let _ = poll(&mut fds, None);
-            for _ in signals.take() {
-                if stopped.swap(true, Ordering::SeqCst) {
-                    print_error(&Failure::new(
-                        "stopped immediately; only the files that the summary names are complete",
-                    ));
-                    std::process::exit(i32::from(EXIT_FAILED));
-                }
-            }
-        }
-    };
-    let thread = std::thread::Builder::new().name("blkq-signals".into()).spawn(wait);
-    thread.map(|_| stop).map_err(|e| Failure::new(format!("cannot start a thread: {e}")))
 }

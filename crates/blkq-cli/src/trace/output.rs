@@ -22,9 +22,11 @@ pub struct TraceStart<'a> {
     pub since_epoch: Duration,
 }
 
-pub enum OutputError {
+/// Why a trace stopped before the user or --for stopped it.
+pub enum Stopped {
+    DaemonExited,
     /// The reader of standard output has closed it.
-    Closed,
+    OutputClosed,
     Failed(Failure),
 }
 
@@ -39,7 +41,7 @@ pub enum Output {
         bytes: Vec<u8>,
     },
     /// A binary file per queue.
-    Files(Vec<(PathBuf, BufWriter<File>, Encoder)>, Vec<u8>),
+    Files(Vec<(PathBuf, BufWriter<File>, Encoder)>),
     Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
 }
 
@@ -91,15 +93,13 @@ impl Output {
             file.write_all(&bytes).map_err(|e| failure(&path, &e))?;
             Ok((path, file, encoder))
         };
-        Ok(Output::Files((0..start.queues).map(open).collect::<Outcome<_>>()?, Vec::new()))
+        (0..start.queues).map(open).collect::<Outcome<_>>().map(Output::Files)
     }
 
     /// Creates a file of slices.
     pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
-        let file = create(path, chrome::HEAD)?;
-        let writer = ChromeWriter::new(file, start.name, start.queues, start.time_ns);
-        let writer = writer.map_err(|e| failure(path, &e))?;
-        Ok(Output::Chrome(path.to_owned(), writer))
+        let writer = ChromeWriter::new(create(path, chrome::HEAD)?, start.name, start.queues, start.time_ns);
+        writer.map(|writer| Output::Chrome(path.to_owned(), writer)).map_err(|e| failure(path, &e))
     }
 
     /// Whether the output consists of slices, and needs completed requests.
@@ -107,42 +107,37 @@ impl Output {
         matches!(self, Output::Chrome(..))
     }
 
-    pub fn items(&mut self, items: &[Item]) -> Result<(), OutputError> {
+    /// Writes items, or the completed requests if the output consists of slices.
+    pub fn write(&mut self, items: &[Item], requests: &[(usize, CompletedRequest)]) -> Result<(), Stopped> {
         match self {
             Output::Stdout { encode, bytes } => {
                 items.iter().for_each(|item| encode(item, bytes));
-                let written = to_stdout(bytes);
-                bytes.clear();
-                written
+                to_stdout(&std::mem::take(bytes))
             }
-            Output::Files(files, bytes) => {
+            Output::Files(files) => {
+                let mut bytes = Vec::new();
                 for item in items {
                     let (path, file, encoder) = &mut files[item.queue];
-                    encoder.encode(item, bytes);
-                    let written = file.write_all(bytes);
+                    encoder.encode(item, &mut bytes);
+                    file.write_all(&bytes).map_err(|e| failed(path, &e))?;
                     bytes.clear();
-                    written.map_err(|e| failed(path, &e))?;
                 }
                 // Flush, so that readers see recent events, and a kill loses few.
                 files.iter_mut().try_for_each(|(path, file, _)| file.flush().map_err(|e| failed(path, &e)))
             }
-            Output::Chrome(..) => Ok(()),
-        }
-    }
-
-    /// Writes a completed request, if the output consists of slices.
-    pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> Result<(), OutputError> {
-        match self {
-            Output::Chrome(path, writer) => writer.request(queue, request).map_err(|e| failed(path, &e)),
-            _ => Ok(()),
+            Output::Chrome(path, writer) => {
+                let mut requests = requests.iter();
+                let written = requests.try_for_each(|(queue, request)| writer.request(*queue, request));
+                written.map_err(|e| failed(path, &e))
+            }
         }
     }
 
     /// Completes the output. Returns the paths of its files.
-    pub fn finish(self) -> Result<Vec<PathBuf>, OutputError> {
+    pub fn finish(self) -> Result<Vec<PathBuf>, Stopped> {
         match self {
             Output::Stdout { bytes, .. } => to_stdout(&bytes).map(|()| Vec::new()),
-            Output::Files(files, _) => {
+            Output::Files(files) => {
                 let finish = |(path, mut file, _): (PathBuf, BufWriter<File>, Encoder)| {
                     file.flush().map_err(|e| failed(&path, &e)).map(|()| path)
                 };
@@ -155,20 +150,20 @@ impl Output {
     }
 }
 
-fn failed(path: &Path, error: &io::Error) -> OutputError {
-    OutputError::Failed(failure(path, error))
+fn failed(path: &Path, error: &io::Error) -> Stopped {
+    Stopped::Failed(failure(path, error))
 }
 
 fn failure(path: &Path, error: &io::Error) -> Failure {
     Failure::new(format!("cannot write {}: {error}", path.display()))
 }
 
-fn to_stdout(bytes: &[u8]) -> Result<(), OutputError> {
+fn to_stdout(bytes: &[u8]) -> Result<(), Stopped> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(()),
-        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(OutputError::Closed),
-        Err(e) => Err(OutputError::Failed(Failure::new(format!("cannot write standard output: {e}")))),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(Stopped::OutputClosed),
+        Err(e) => Err(Stopped::Failed(Failure::new(format!("cannot write standard output: {e}")))),
     }
 }
 

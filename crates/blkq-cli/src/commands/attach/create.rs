@@ -15,41 +15,44 @@ use blkq_protocol::options::image_text;
 /// Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
 
-/// A file that this command has created. Dropping removes the file, unless [`NewImage::keep`] was called.
+/// Creates a sparse image of `bytes`, durably. An existing file is never replaced.
+pub fn create_image(image: &DriverSpec, bytes: u64) -> Outcome<FileGuard> {
+    let DriverSpec::Image(path) = image else {
+        let text = image_text(image);
+        let why = format!("--create creates image files, and {text} is not a file; omit it");
+        return Err(Failure::new(why));
+    };
+    let exists = "already exists and --create never overwrites; omit --create to attach it";
+    FileGuard::create(path, exists, |file| {
+        file.set_len(bytes).map_err(|e| {
+            let why = match e.kind() {
+                io::ErrorKind::FileTooLarge => {
+                    "the file system does not allow files that large; choose a smaller size".to_owned()
+                }
+                _ => e.to_string(),
+            };
+            Failure::new(format!("cannot create an image of {}: {why}", format_bytes(bytes)))
+        })
+    })
+}
+
+/// A file that this command has created, or has found. Dropping removes a created file, unless [`FileGuard::keep`] was
+/// called.
 #[derive(Debug)]
-pub struct NewImage {
+pub struct FileGuard {
     path: PathBuf,
     file: File,
     kept: bool,
 }
 
-impl NewImage {
-    /// Creates a sparse image of `bytes`, durably. An existing file is never replaced.
-    pub fn create(image: &DriverSpec, bytes: u64) -> Outcome<NewImage> {
-        let DriverSpec::Image(path) = image else {
-            let text = image_text(image);
-            return Err(Failure::new(format!(
-                "--create creates image files, and {text} is not a file; omit it"
-            )));
-        };
-        let exists = "already exists and --create never overwrites; omit --create to attach it";
-        let fill = |file: &File| {
-            file.set_len(bytes).map_err(|e| {
-                let why = match e.kind() {
-                    io::ErrorKind::FileTooLarge => {
-                        "the file system does not allow files that large; choose a smaller size".to_owned()
-                    }
-                    _ => e.to_string(),
-                };
-                Failure::new(format!("cannot create an image of {}: {why}", format_bytes(bytes)))
-            })
-        };
-        NewImage::make(path, exists, fill)
+impl FileGuard {
+    pub fn existing(path: PathBuf, file: File) -> FileGuard {
+        FileGuard { path, file, kept: true }
     }
 
     /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable, or removes
     /// it. The error is `exists` if the path exists. No message contains the path: the caller adds it.
-    pub fn make(path: &Path, exists: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
+    pub fn create(path: &Path, exists: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<FileGuard> {
         let failure = |e: io::Error| Failure::new(format!("cannot create the file: {e}"));
         let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(MODE).open(path);
         let file = opened.map_err(|e| match e.kind() {
@@ -57,10 +60,10 @@ impl NewImage {
             _ => failure(e),
         })?;
         // From here on, returning an error drops the value, which removes the file.
-        let image = NewImage { path: path.to_owned(), file, kept: false };
-        fill(&image.file)?;
-        sync(&image.file, directory_of(path)).map_err(failure)?;
-        Ok(image)
+        let guard = FileGuard { path: path.to_owned(), file, kept: false };
+        fill(&guard.file)?;
+        sync(&guard.file, directory_of(path)).map_err(failure)?;
+        Ok(guard)
     }
 
     pub fn file(&self) -> &File {
@@ -90,7 +93,7 @@ pub fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-impl Drop for NewImage {
+impl Drop for FileGuard {
     fn drop(&mut self) {
         let id = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| FileId::from(&metadata));
         let created = id(self.file.metadata());
@@ -114,14 +117,14 @@ mod tests {
         let dir = scratch("create");
         let path = dir.file("new", ".img");
         let image = DriverSpec::Image(path.clone());
-        let new = NewImage::create(&image, 1 << 30).unwrap();
+        let new = create_image(&image, 1 << 30).unwrap();
         let metadata = fs::metadata(&path).unwrap();
         assert_eq!((metadata.len(), metadata.blocks(), metadata.mode() & 0o777), (1 << 30, 0, MODE));
         drop(new);
         assert!(!path.exists());
-        NewImage::create(&image, 512).unwrap().keep();
+        create_image(&image, 512).unwrap().keep();
         assert!(path.exists());
-        let refused = NewImage::create(&image, 1024).unwrap_err().to_string();
+        let refused = create_image(&image, 1024).unwrap_err().to_string();
         assert!(refused.contains("already exists"), "{refused}");
         assert_eq!(fs::metadata(&path).unwrap().len(), 512, "the file is unchanged");
         fs::remove_dir_all(dir.path()).unwrap();
@@ -132,13 +135,13 @@ mod tests {
         let dir = scratch("create-link");
         let link = dir.file("link", ".img");
         std::os::unix::fs::symlink(dir.file("target", ".img"), &link).unwrap();
-        assert!(NewImage::create(&DriverSpec::Image(link), 512).is_err());
+        assert!(create_image(&DriverSpec::Image(link), 512).is_err());
         assert!(!dir.file("target", ".img").exists());
         let path = dir.file("huge", ".img");
-        assert!(NewImage::create(&DriverSpec::Image(path.clone()), u64::MAX).is_err());
+        assert!(create_image(&DriverSpec::Image(path.clone()), u64::MAX).is_err());
         assert!(!path.exists());
-        assert!(NewImage::create(&DriverSpec::Image("/dev/null".into()), 512).is_err());
-        assert!(NewImage::create(&DriverSpec::Ram(512), 512).is_err());
+        assert!(create_image(&DriverSpec::Image("/dev/null".into()), 512).is_err());
+        assert!(create_image(&DriverSpec::Ram(512), 512).is_err());
         fs::remove_dir_all(dir.path()).unwrap();
     }
 
@@ -146,7 +149,7 @@ mod tests {
     fn a_file_that_replaced_the_new_image_is_not_removed() {
         let dir = scratch("create-replaced");
         let path = dir.file("new", ".img");
-        let new = NewImage::create(&DriverSpec::Image(path.clone()), 512).unwrap();
+        let new = create_image(&DriverSpec::Image(path.clone()), 512).unwrap();
         fs::rename(&path, dir.file("moved", ".img")).unwrap();
         fs::write(&path, "other").unwrap();
         drop(new);

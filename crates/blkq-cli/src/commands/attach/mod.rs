@@ -21,11 +21,11 @@ use clap::{ArgAction, Parser};
 
 use crate::commands::detach::detach;
 use crate::config::with_defaults;
-use crate::launch::{Launched, Program, parent, report, systemd};
+use crate::launch::{Program, parent, report, systemd};
 use crate::output::{print_json, warn};
 use crate::usage::first_line;
 
-use create::NewImage;
+use create::{FileGuard, create_image};
 
 /// The options of the device, and those of the command itself.
 ///
@@ -134,44 +134,40 @@ impl Args {
         }
     }
 
-    fn create(&self) -> Outcome<Option<NewImage>> {
-        let image = &self.options.image;
-        match (self.create, &self.overlay) {
-            (Some(bytes), _) => NewImage::create(image, bytes).map(Some),
-            (None, Some(file)) => overlay::create(&self.options, file).map(Some),
-            (None, None) => Ok(None),
-        }
-    }
-
     pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
         let options = self.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
-        if self.nooverlap && systemd::is_activated() {
-            let why =
-                "--nooverlap may reuse a device that does not serve the sockets passed by systemd; omit it";
-            return Err(failed(Failure::new(why)));
-        }
-        if self.run.is_some() && systemd::is_activated() {
-            let why = "--run starts a daemon, which does not get the sockets passed by systemd; omit it";
-            return Err(failed(Failure::new(why)));
+        let is_activated = systemd::is_activated();
+        let conflict = match (self.nooverlap, &self.run) {
+            (true, _) => Some("--nooverlap may reuse a device that does not serve"),
+            (_, Some(_)) => Some("--run starts a daemon, which does not get"),
+            _ => None,
+        };
+        if let Some(conflict) = conflict.filter(|_| is_activated) {
+            return Err(failed(Failure::new(format!("{conflict} the sockets passed by systemd; omit it"))));
         }
         // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this
         // process opens files.
         let inherited = systemd::take_listeners().map_err(failed)?;
-        let created = self.create().map_err(failed)?;
+        let created = match (self.create, &self.overlay) {
+            (Some(bytes), _) => Some(create_image(&self.options.image, bytes)),
+            (None, Some(file)) => Some(overlay::create(&self.options, file)),
+            (None, None) => None,
+        };
+        let created = created.transpose().map_err(failed)?;
         // A service manager supervises the process that it passes sockets to, so this process must serve
         // them.
-        if self.foreground || self.exit_with_parent || systemd::is_activated() {
+        if self.foreground || self.exit_with_parent || is_activated {
             return self.serve::<D>(&options, inherited, created).map_err(failed);
         }
         if let Some(command) = &self.run {
             let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
-            created.into_iter().for_each(NewImage::keep);
+            created.into_iter().for_each(FileGuard::keep);
             warn(&launched.info.name, &launched.info.warnings);
             return run::run(&options, command, launched);
         }
         let attached = attach(&options, self.nooverlap)?;
-        created.into_iter().for_each(NewImage::keep);
+        created.into_iter().for_each(FileGuard::keep);
         attached.report(|info| self.report(info)).map_err(failed)?;
         Ok(ExitCode::SUCCESS)
     }
@@ -189,13 +185,13 @@ impl Args {
         &self,
         options: &AttachOptions,
         inherited: Vec<OwnedFd>,
-        created: Option<NewImage>,
+        created: Option<FileGuard>,
     ) -> Outcome<ExitCode> {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
         let daemon = D::start(Start::New(options), inherited, &mut Parent::none())?;
-        created.into_iter().for_each(NewImage::keep);
+        created.into_iter().for_each(FileGuard::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
             return Err(not_reported(failure));
@@ -234,8 +230,7 @@ pub fn not_reported(failure: Failure) -> Failure {
 
 /// With `nooverlap`, returns the device that already serves these bytes of the image, if there is one.
 pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
-    let launch = || Program::This.launch_attach(options, false);
-    let start = || launch().map(|Launched { info, .. }| info);
+    let start = || Program::This.launch_attach(options, false).map(|launched| launched.info);
     let attached = match nooverlap {
         true => nooverlap::attach(options, start),
         false => start().map(|info| Attached { info, is_new: true }),

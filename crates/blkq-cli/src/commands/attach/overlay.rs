@@ -8,7 +8,7 @@ use blkq_drivers::{DriverSpec, ImageFormat, detect_format};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Format, image_text};
 
-use super::create::{NewImage, directory_of};
+use super::create::{FileGuard, directory_of};
 
 /// The options for the overlay `file`. `options` are those for its backing file.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
@@ -29,7 +29,7 @@ pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     options.check().map(|()| options)
 }
 
-pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
+pub fn create(options: &AttachOptions, file: &Path) -> Outcome<FileGuard> {
     let DriverSpec::Image(path) = &options.image else {
         return Err(Failure::new("--overlay needs an image file; omit it"));
     };
@@ -46,7 +46,7 @@ pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
         let directory = directory_of(file).canonicalize().map_err(|e| Failure::new(e.to_string()))?;
         Ok(base.write_overlay(new, &directory)?)
     };
-    NewImage::make(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
+    FileGuard::create(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
 }
 
 fn refusal(error: Error) -> Failure {
