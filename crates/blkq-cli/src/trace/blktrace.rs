@@ -168,21 +168,16 @@ impl Encoder {
     }
 
     fn record(&mut self, record: &Record<'_>, out: &mut Vec<u8>) {
-        let sequence = &mut self.sequences[record.queue];
+        let Record { queue, time_ns, sector, bytes, action, pid, error, payload } = *record;
+        let sequence = &mut self.sequences[queue];
         *sequence = sequence.wrapping_add(1);
         out.extend(HEAD);
         out.extend(sequence.to_ne_bytes());
-        out.extend(record.time_ns.to_ne_bytes());
-        out.extend(record.sector.to_ne_bytes());
-        out.extend(record.bytes.to_ne_bytes());
-        out.extend(record.action.to_ne_bytes());
-        out.extend(record.pid.to_ne_bytes());
-        out.extend(DEVICE.to_ne_bytes());
-        out.extend((record.queue as u32).to_ne_bytes());
+        out.extend([time_ns, sector].map(u64::to_ne_bytes).as_flattened());
+        out.extend([bytes, action, pid, DEVICE, queue as u32].map(u32::to_ne_bytes).as_flattened());
         // As in the kernel, the negative errno is truncated to 16 bits.
-        out.extend((record.error as u16).to_ne_bytes());
-        out.extend((record.payload.len() as u16).to_ne_bytes());
-        out.extend(record.payload);
+        out.extend([error as u16, payload.len() as u16].map(u16::to_ne_bytes).as_flattened());
+        out.extend(payload);
     }
 }
 

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use blkq::Operation;
 use blkq::units::{parse_bytes, parse_duration_ns};
 
-use super::io_tracker::{CompletedRequest, Decision, Effects, Io, SharedDecision, decision_of};
+use super::io_tracker::{CompletedRequest, Decision, Effects, Io};
 use super::item::{Item, ItemKind};
 
 /// Maximum number of items that wait for the completion of an I/O. Beyond it, the oldest items are discarded.
@@ -36,12 +36,6 @@ impl Condition {
 #[derive(Clone, PartialEq, Default, Debug)]
 pub struct Filter(Vec<Condition>);
 
-impl Filter {
-    pub fn holds(&self, io: &Io, completed_ns: u64) -> bool {
-        self.0.iter().all(|condition| condition.holds(io, completed_ns))
-    }
-}
-
 const RULE: &str =
     "a filter consists of op=NAME, size>BYTES, size<BYTES, latency>TIME, latency<TIME, separated by commas";
 
@@ -64,17 +58,14 @@ fn condition(text: &str) -> Result<Condition, String> {
     match (key, ordering) {
         ("op", Ordering::Equal) => {
             let named = Operation::ALL.into_iter().find(|operation| operation.name() == value);
-            let names = || Operation::ALL.map(Operation::name).join(", ");
-            named
-                .map(Condition::Operation)
-                .ok_or_else(|| format!("op must be one of {}, not {value}", names()))
+            named.map(Condition::Operation).ok_or_else(|| {
+                let names = Operation::ALL.map(Operation::name).join(", ");
+                format!("op must be one of {names}, not {value}")
+            })
         }
-        ("size", _) => {
-            parse_bytes(value).map(|bytes| Condition::Size(ordering, bytes)).map_err(|e| e.to_string())
-        }
+        ("size", _) => Ok(Condition::Size(ordering, parse_bytes(value).map_err(|e| e.to_string())?)),
         ("latency", Ordering::Less | Ordering::Greater) => {
-            let latency_ns = parse_duration_ns(value);
-            latency_ns.map(|ns| Condition::LatencyNs(ordering, ns)).map_err(|e| e.to_string())
+            Ok(Condition::LatencyNs(ordering, parse_duration_ns(value).map_err(|e| e.to_string())?))
         }
         _ => Err(RULE.to_owned()),
     }
@@ -83,8 +74,8 @@ fn condition(text: &str) -> Result<Condition, String> {
 /// Holds items in order, until it is known whether the filter selects them.
 pub struct Filtered {
     filter: Filter,
-    waiting: VecDeque<(Item, SharedDecision)>,
-    requests: Vec<(usize, CompletedRequest, SharedDecision)>,
+    waiting: VecDeque<(Item, Decision)>,
+    requests: Vec<(usize, CompletedRequest, Decision)>,
     /// Number of events that were discarded because their I/Os took too long.
     pub discarded: u64,
 }
@@ -96,8 +87,7 @@ impl Filtered {
 
     pub fn push(&mut self, item: Item, effects: Effects) {
         if let Some((io, completed_ns)) = &effects.io {
-            let kept = self.filter.holds(io, *completed_ns);
-            *io.decision.borrow_mut() = if kept { Decision::Kept } else { Decision::Dropped };
+            io.decide(self.filter.0.iter().all(|condition| condition.holds(io, *completed_ns)));
         }
         // Events that belong to no I/O are dropped: those of the plug, and those of I/Os that began before
         // the trace.
@@ -111,24 +101,20 @@ impl Filtered {
 
     /// Removes and returns the selected requests of completed I/Os, with their queues.
     pub fn take_requests(&mut self) -> Vec<(usize, CompletedRequest)> {
-        let (open, over): (Vec<_>, Vec<_>) = self
-            .requests
-            .drain(..)
-            .partition(|(.., decision)| matches!(decision_of(decision), Decision::Pending));
-        self.requests = open;
-        let kept = over.into_iter().filter(|(.., decision)| matches!(decision_of(decision), Decision::Kept));
-        kept.map(|(queue, request, _)| (queue, request)).collect()
+        let decided = self.requests.extract_if(.., |(.., decision)| decision.get().is_some());
+        let selected = decided.filter(|(.., decision)| decision.get() == Some(true));
+        selected.map(|(queue, request, _)| (queue, request)).collect()
     }
 
     /// Removes and returns the selected items, up to the first I/O that has not completed.
     pub fn take(&mut self) -> Vec<Item> {
         let mut items = Vec::new();
         while let Some((item, decision)) = self.waiting.front() {
-            match decision_of(decision) {
-                Decision::Pending if self.waiting.len() <= WAITING_MAX => break,
-                Decision::Kept => items.push(*item),
-                Decision::Pending => self.discarded += 1,
-                Decision::Dropped | Decision::MergedInto(_) => {}
+            match decision.get() {
+                None if self.waiting.len() <= WAITING_MAX => break,
+                None => self.discarded += 1,
+                Some(true) => items.push(*item),
+                Some(false) => {}
             }
             self.waiting.pop_front();
         }

@@ -3,7 +3,7 @@
 //! An I/O consists of a bio, all requests that carry it out, and all bios that were merged into these
 //! requests. It has completed when the last of these requests has.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
@@ -13,29 +13,8 @@ use serde::Serialize;
 
 use super::item::{Item, ItemKind};
 
-/// The filter's decision on all events of an I/O. It is made when the I/O completes.
-#[derive(Clone, Debug)]
-pub enum Decision {
-    Pending,
-    Kept,
-    Dropped,
-    /// The I/O was merged into another one, whose decision applies.
-    MergedInto(SharedDecision),
-}
-
-pub type SharedDecision = Rc<RefCell<Decision>>;
-
-/// The decision on an I/O, or on the one into which it was finally merged.
-pub fn decision_of(decision: &SharedDecision) -> Decision {
-    let mut decision = decision.clone();
-    loop {
-        let next = match &*decision.borrow() {
-            Decision::MergedInto(other) => other.clone(),
-            own => return own.clone(),
-        };
-        decision = next;
-    }
-}
+/// Whether the filter selects an I/O, shared with the events of the I/O. `None` until the I/O has completed.
+pub type Decision = Rc<Cell<Option<bool>>>;
 
 #[derive(Debug)]
 pub struct Io {
@@ -44,13 +23,20 @@ pub struct Io {
     pub operation: Operation,
     /// Size in bytes: the larger of its largest bio and its largest request.
     pub bytes: u32,
-    pub decision: SharedDecision,
+    /// Its own, and those of the I/Os that were merged into it.
+    decisions: Vec<Decision>,
     /// Number of requests, and of bios without a request, that have not completed.
     open: u32,
     /// Number of bytes of a split bio for which no part has been seen yet.
     unsplit: u32,
     is_split: bool,
     bios: Vec<u32>,
+}
+
+impl Io {
+    pub fn decide(&self, is_selected: bool) {
+        self.decisions.iter().for_each(|decision| decision.set(Some(is_selected)));
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -78,7 +64,7 @@ pub struct CompletedRequest {
 #[derive(Default)]
 pub struct Effects {
     /// The decision on the I/O of the event, or `None` if the event belongs to no tracked I/O.
-    pub decision: Option<SharedDecision>,
+    pub decision: Option<Decision>,
     pub request: Option<CompletedRequest>,
     /// The I/O that the item completes, and the time in nanoseconds.
     pub io: Option<(Io, u64)>,
@@ -132,9 +118,7 @@ impl QueueTracker {
     /// Forgets all I/Os after a gap. Numbers of bios and tags are reused, so it is no longer known which
     /// events belong together.
     fn forget(&mut self) {
-        for io in self.ios.values() {
-            *io.decision.borrow_mut() = Decision::Dropped;
-        }
+        self.ios.values().for_each(|io| io.decide(false));
         *self = QueueTracker { next: self.next, ..QueueTracker::default() };
     }
 
@@ -160,7 +144,7 @@ impl QueueTracker {
         let mut effects = Effects { request, ..Effects::default() };
         let Some((id, io)) = io.and_then(|id| Some((id, self.ios.get_mut(&id)?))) else { return effects };
         io.bytes = io.bytes.max(event.bytes);
-        effects.decision = Some(io.decision.clone());
+        effects.decision = io.decisions.first().cloned();
         if event.kind == EventKind::Complete {
             io.open = io.open.saturating_sub(1);
             if io.open == 0 && io.unsplit == 0 {
@@ -182,7 +166,7 @@ impl QueueTracker {
             queued_ns,
             operation: event.operation,
             bytes: event.bytes,
-            decision: Rc::new(RefCell::new(Decision::Pending)),
+            decisions: vec![Decision::default()],
             open: 1,
             unsplit: 0,
             is_split: false,
@@ -226,18 +210,16 @@ impl QueueTracker {
     fn begun(&mut self, tag: Tag, event: &TraceEvent) -> u64 {
         let id = if event.bio == NO_BIO {
             // A flush request serves all flushes that wait.
-            let waiting = std::mem::take(&mut self.flushes);
-            let first = waiting.first().copied();
-            for other in waiting.into_iter().skip(1) {
-                first.into_iter().for_each(|first| self.unite(other, first));
+            let mut waiting = std::mem::take(&mut self.flushes).into_iter();
+            let first = waiting.next();
+            if let Some(first) = first {
+                waiting.for_each(|other| self.unite(other, first));
             }
-            first.filter(|first| self.ios.contains_key(first)).unwrap_or_else(|| self.insert(event, None))
+            first.filter(|first| self.ios.contains_key(first))
         } else {
-            match self.bios.get(&event.bio) {
-                Some(id) => *id,
-                None => self.insert(event, None),
-            }
+            self.bios.get(&event.bio).copied()
         };
+        let id = id.unwrap_or_else(|| self.insert(event, None));
         let queued_ns = self.ios.get(&id).and_then(|io| io.queued_ns).unwrap_or(event.time_ns);
         let stages = vec![(Stage::Queued, queued_ns)];
         self.requests.insert(tag, Request { io: id, bio: event.bio, stages });
@@ -288,7 +270,7 @@ impl QueueTracker {
             io.unsplit = io.unsplit.saturating_add(other.unsplit);
             io.is_split |= other.is_split;
             io.bios.extend(other.bios);
-            *other.decision.borrow_mut() = Decision::MergedInto(io.decision.clone());
+            io.decisions.extend(other.decisions);
         }
     }
 
@@ -441,7 +423,7 @@ mod tests {
         let mut tracker = IoTracker::new(1);
         let decision = tracker.observe(&step(Queue, 1, 5, None)).decision.unwrap();
         tracker.observe(&Item { queue: 0, time_ns: 2, kind: ItemKind::Lost(1) });
-        assert!(matches!(decision_of(&decision), Decision::Dropped));
+        assert_eq!(decision.get(), Some(false));
         assert!(tracker.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "the I/O began before the gap");
         for item in [step(Queue, 3, 5, None), step(GetRequest, 3, 5, Some(3))] {
             assert!(tracker.observe(&item).io.is_none());

@@ -60,25 +60,21 @@ pub fn client_name(client: TraceClient) -> String {
 /// in sectors, error.
 pub fn line(item: &Item, since_ns: u64, out: &mut Vec<u8>) {
     let ns = item.time_ns.saturating_sub(since_ns);
+    let (seconds, ns) = (ns / 1_000_000_000, ns % 1_000_000_000);
     let queue = item.queue;
     // Writing to memory does not fail.
     let _ = match &item.kind {
         ItemKind::Lost(events) => writeln!(out, "{queue:>3} {events} events lost"),
         ItemKind::Event(event) => {
-            let (seconds, ns) = (ns / 1_000_000_000, ns % 1_000_000_000);
             let (letter, client) = (event.kind.letter(), client_name(event.client));
             let _ = write!(out, "{queue:>3} {seconds:>5}.{ns:09} {client:<9} {letter} {:<3} ", rwbs(event));
-            match event.kind {
-                EventKind::Plug => writeln!(out),
-                EventKind::Unplug => writeln!(out, "{}", event.other),
-                _ => {
-                    let _ = write!(out, "{} + {}", event.sector.0, event.bytes >> 9);
-                    match event.status {
-                        Some(status) => writeln!(out, " [{status}]"),
-                        None if event.kind == EventKind::Throttle => writeln!(out, " throttled"),
-                        None => writeln!(out),
-                    }
-                }
+            let place = format_args!("{} + {}", event.sector.0, event.bytes >> 9);
+            match (event.kind, event.status) {
+                (EventKind::Plug, _) => writeln!(out),
+                (EventKind::Unplug, _) => writeln!(out, "{}", event.other),
+                (_, Some(status)) => writeln!(out, "{place} [{status}]"),
+                (EventKind::Throttle, None) => writeln!(out, "{place} throttled"),
+                (_, None) => writeln!(out, "{place}"),
             }
         }
     };
