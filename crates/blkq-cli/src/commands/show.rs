@@ -10,7 +10,7 @@ use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
 use crate::devices::{Entry, device_parser, inspect, named};
 use crate::output::columns::Cell;
-use crate::output::{Align, for_each, print, print_json, render};
+use crate::output::{Align, for_each, print, print_json, quantity, render};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
@@ -113,8 +113,8 @@ fn page(info: &DeviceInfo) -> String {
         row("unsafe-flush-ignore", switch(true));
     }
     if info.held > 0 {
-        let requests = if info.held == 1 { "request" } else { "requests" };
-        row("held", format!("{} {requests}, after I/O errors; run `blkq resume {}`", info.held, info.name));
+        let requests = quantity(info.held, "request");
+        row("held", format!("{requests}, after I/O errors; run `blkq resume {}`", info.name));
     }
     if let Some(commit) = &info.commit {
         row("commit", format!("{}, by {}, into {}", shown_progress(commit), commit.by, commit.into));

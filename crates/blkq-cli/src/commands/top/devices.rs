@@ -1,7 +1,7 @@
 //! The devices that `top` shows, with their figures of the last interval and earlier latencies.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::failure::Outcome;
@@ -9,7 +9,7 @@ use blkq_protocol::failure::Outcome;
 use super::row::Row;
 use crate::commands::stat::report::Report;
 
-pub const SILENT_AFTER: Duration = Duration::from_secs(1);
+const SILENT_AFTER_S: u64 = 1;
 /// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
 const COLUMNS_MAX: usize = 512;
 /// Range `n` of the heat map ends at 2^n nanoseconds; the last one also counts everything above.
@@ -93,9 +93,7 @@ impl Devices {
                 *device = Device { trouble: Some("starting or stopping".to_owned()), ..Device::default() }
             }
             Err(failure) => {
-                let text = failure.to_string();
-                let own = text.strip_prefix(name).and_then(|text| text.strip_prefix(": "));
-                device.trouble = Some(own.unwrap_or(&text).to_owned());
+                device.trouble = Some(failure.without_object(name).to_owned());
                 device.push(None);
             }
         }
@@ -103,9 +101,8 @@ impl Devices {
 
     pub fn mark_silent(&mut self, now: Instant) {
         for device in self.0.values_mut() {
-            let waited = device.asked.map(|asked| now.saturating_duration_since(asked));
-            device.silent_seconds =
-                waited.filter(|waited| *waited >= SILENT_AFTER).map(|waited| waited.as_secs());
+            let waited = device.asked.map(|asked| now.saturating_duration_since(asked).as_secs());
+            device.silent_seconds = waited.filter(|seconds| *seconds >= SILENT_AFTER_S);
         }
     }
 
@@ -120,6 +117,8 @@ impl Devices {
 
 #[cfg(test)]
 pub mod tests {
+    use std::time::Duration;
+
     use blkq::{Counter, StatGroup, StatsSnapshot};
     use blkq_protocol::control::statistics::{Nbd, QueueSums};
     use blkq_protocol::failure::Failure;

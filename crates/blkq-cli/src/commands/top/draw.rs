@@ -1,17 +1,16 @@
 //! Draws the view into a buffer: the list of devices here, the page of one device in [`page`].
 
 use ratatui_core::buffer::Buffer;
-use ratatui_core::layout::Rect;
 use ratatui_core::style::Style;
 
 use super::page;
 use super::row::{COLUMNS, Row, short};
-use super::theme::{Theme, put};
+use super::theme::{Canvas, Theme};
 use super::view::View;
-use crate::output::Align;
+use crate::output::{Align, quantity};
 
 /// The scale of the latency bars: from 10^0 to 10^7 microseconds.
-const BAR_DECADES: std::ops::Range<f64> = 0.0..7.0;
+const BAR_DECADES: f64 = 7.0;
 /// The smallest width of the column of names, and the most that it grows on a wide terminal.
 const NAME_COLUMNS: u16 = 12;
 const NAME_COLUMNS_MORE: u16 = 28;
@@ -22,55 +21,47 @@ const BAR_HEAD: &str = "1us ... 10s";
 const BAR_COLUMNS: u16 = 11;
 
 pub fn draw(view: &mut View, theme: Theme, buffer: &mut Buffer) {
-    let area = buffer.area;
-    if area.width == 0 || area.height == 0 {
-        return;
-    }
-    let keys = if view.is_page {
-        page::draw(view, theme, buffer, Rect { height: area.height.saturating_sub(1), ..area });
-        "Esc list  Up/Down other device  q quit"
-    } else {
-        list(view, theme, buffer, Rect { height: area.height.saturating_sub(1), ..area });
-        "Enter page  s/S sort  r reverse  / filter  Up/Down select  q quit"
+    let Some(last) = buffer.area.height.checked_sub(1) else { return };
+    let mut canvas = Canvas::new(theme, buffer);
+    let keys = match view.is_page {
+        true => {
+            page::draw(view, &mut canvas.rows(0, last));
+            "Esc list  Up/Down other device  q quit"
+        }
+        false => {
+            list(view, &mut canvas.rows(0, last));
+            "Enter page  s/S sort  r reverse  / filter  Up/Down select  q quit"
+        }
     };
-    let prompt;
-    let (text, style) = if view.is_editing {
-        prompt = format!("filter: {}_", view.filter);
-        (prompt.as_str(), theme.title())
-    } else {
-        (keys, theme.faint())
+    match view.is_editing {
+        true => canvas.put((0, last), &format!("filter: {}_", view.filter), theme.title()),
+        false => canvas.put((0, last), keys, theme.faint()),
     };
-    put(buffer, area, (0, area.height - 1), text, style);
 }
 
-fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
+fn list(view: &mut View, canvas: &mut Canvas<'_>) {
     let rows = view.rows();
-    title(view, theme, buffer, area, &rows);
-    let layout = Layout::new(area.width);
+    title(view, canvas, &rows);
+    let layout = Layout::new(canvas.area.width);
+    let mark = if view.reversed { "^" } else { "*" };
     let head = |sort: Option<usize>, head: &str| {
-        if sort == view.sort {
-            format!("{}{head}", if view.reversed { '^' } else { '*' })
-        } else {
-            head.to_owned()
-        }
+        if sort == view.sort { format!("{mark}{head}") } else { head.to_owned() }
     };
     let mut heading = Align::Left.pad(&head(None, "NAME"), layout.name.into());
     for (column, width) in layout.columns() {
         let text = column.map_or(BAR_HEAD.to_owned(), |at| head(Some(at), COLUMNS[at].head));
         heading = heading + " " + &Align::Right.pad(&text, width.into());
     }
-    put(buffer, area, (0, 1), &Align::Left.pad(&heading, area.width.into()), theme.heading());
-    let height = usize::from(area.height.saturating_sub(2)).max(1);
+    canvas.put_heading(1, &heading);
+    let height = usize::from(canvas.area.height.saturating_sub(2)).max(1);
     let selected = view.selected_index(&rows);
     // The list scrolls only as far as is necessary to show the selected row.
     let latest = rows.len().saturating_sub(height);
-    let range = (selected + 1).saturating_sub(height)..=selected;
-    view.top_row = view.top_row.clamp(*range.start(), *range.end()).min(latest);
+    view.top_row = view.top_row.clamp((selected + 1).saturating_sub(height), selected).min(latest);
     for (y, (at, row)) in (2..).zip(rows.iter().enumerate().skip(view.top_row).take(height)) {
-        line(row, &layout, theme, buffer, area, y);
+        line(row, &layout, canvas, y);
         if at == selected {
-            let line = Rect { y: area.y + y, height: 1, ..area };
-            buffer.set_style(line.intersection(buffer.area), theme.selected());
+            canvas.select_row(y);
         }
     }
     if rows.is_empty() {
@@ -78,27 +69,23 @@ fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
             true => "no devices; create one with `blkq attach`",
             false => "no name contains the filter; Esc shows all devices",
         };
-        put(buffer, area, (0, 2), text, theme.faint());
+        canvas.put((0, 2), text, canvas.theme.faint());
     }
 }
 
-fn title(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect, rows: &[Row]) {
+fn title(view: &View, canvas: &mut Canvas<'_>, rows: &[Row]) {
+    let theme = canvas.theme;
     let sum = |value: fn(&Row) -> Option<f64>| short(rows.iter().filter_map(value).sum());
-    let devices = if rows.len() == 1 { "device" } else { "devices" };
-    let text = format!(
-        "blkq top: {} {devices}, {} IOPS, {} MB/s, every {}",
-        rows.len(),
-        sum(|row| row.iops),
-        sum(|row| row.mb_per_s),
-        view.interval
-    );
-    let mut x = put(buffer, area, (0, 0), &text, theme.title());
+    let (iops, mb_per_s) = (sum(|row| row.iops), sum(|row| row.mb_per_s));
+    let (devices, interval) = (quantity(rows.len() as u64, "device"), &view.interval);
+    let text = format!("blkq top: {devices}, {iops} IOPS, {mb_per_s} MB/s, every {interval}");
+    let mut x = canvas.put((0, 0), &text, theme.title());
     if !view.filter.is_empty() {
-        x = put(buffer, area, (x, 0), &format!(", names with \"{}\"", view.filter), theme.faint());
+        x = canvas.put((x, 0), &format!(", names with \"{}\"", view.filter), theme.faint());
     }
     let stuck = rows.iter().filter(|row| is_stuck(row)).count();
     if stuck > 0 {
-        put(buffer, area, (x, 0), &format!("  ! {stuck} stuck"), theme.alarm());
+        canvas.put((x, 0), &format!("  ! {stuck} stuck"), theme.alarm());
     }
 }
 
@@ -139,22 +126,23 @@ fn is_stuck(row: &Row) -> bool {
     row.error.is_some() || row.hung.unwrap_or(0) + row.held.unwrap_or(0) > 0
 }
 
-fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rect, y: u16) {
+fn line(row: &Row, layout: &Layout, canvas: &mut Canvas<'_>, y: u16) {
     let is_bad = is_stuck(row) || row.errors.unwrap_or(0) > 0;
-    let style = if is_bad { theme.alarm() } else { Style::new() };
-    let names = Rect { width: layout.name.min(area.width), ..area };
-    put(buffer, names, (0, y), &row.name, style);
+    let style = if is_bad { canvas.theme.alarm() } else { Style::new() };
+    let mut names = canvas.rows(0, canvas.area.height);
+    names.area.width = names.area.width.min(layout.name);
+    names.put((0, y), &row.name, style);
     let mut x = layout.name + 1;
     if let Some(error) = &row.error {
-        put(buffer, area, (x, y), error, theme.alarm());
+        canvas.put((x, y), error, canvas.theme.alarm());
         return;
     }
     for (column, width) in layout.columns() {
         match column {
-            None => bar(row, width, theme, buffer, area, (x, y)),
+            None => bar(row, width, canvas, (x, y)),
             Some(at) => {
                 let cell = Align::Right.pad(&COLUMNS[at].cell(row), width.into());
-                put(buffer, area, (x, y), &cell, style);
+                canvas.put((x, y), &cell, style);
             }
         }
         x += width + 1;
@@ -162,19 +150,18 @@ fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rec
 }
 
 /// On a logarithmic scale: one symbol up to p50, another one from there to p99.
-fn bar(row: &Row, width: u16, theme: Theme, buffer: &mut Buffer, area: Rect, (x, y): (u16, u16)) {
+fn bar(row: &Row, width: u16, canvas: &mut Canvas<'_>, (x, y): (u16, u16)) {
     let length = |us: Option<f64>| {
-        let decades = us.map_or(BAR_DECADES.start, |us| us.max(1.0).log10());
-        let part = (decades - BAR_DECADES.start) / (BAR_DECADES.end - BAR_DECADES.start);
+        let decades = us.map_or(0.0, |us| us.max(1.0).log10());
         // Even the shortest latency gets one column.
         let least = u16::from(us.is_some());
-        ((part * f64::from(width)).round() as u16).clamp(least, width)
+        ((decades / BAR_DECADES * f64::from(width)).round() as u16).clamp(least, width)
     };
     let [half, whole] = [length(row.latency_p50_us), length(row.latency_p99_us)];
-    let [(to_half, half_style), (to_whole, whole_style)] = theme.bar();
+    let [to_half, to_whole] = canvas.theme.bar();
     for column in 0..whole {
-        let (symbol, style) = if column < half { (to_half, half_style) } else { (to_whole, whole_style) };
-        put(buffer, area, (x + column, y), symbol, style);
+        let (symbol, style) = if column < half { to_half } else { to_whole };
+        canvas.put((x + column, y), symbol, style);
     }
 }
 
@@ -183,6 +170,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use blkq_protocol::failure::Failure;
+    use ratatui_core::layout::Rect;
     use ratatui_core::style::Modifier;
 
     use super::super::keys::Key;
@@ -230,7 +218,7 @@ mod tests {
         let drawn = |row: &Row| {
             let area = Rect::new(0, 0, 14, 1);
             let mut buffer = Buffer::empty(area);
-            bar(row, 14, PLAIN, &mut buffer, area, (0, 0));
+            bar(row, 14, &mut Canvas::new(PLAIN, &mut buffer), (0, 0));
             (0..14).map(|x| buffer[(x, 0)].symbol()).collect::<String>()
         };
         assert_eq!(drawn(&row), "####------    ");

@@ -1,44 +1,32 @@
 //! A heat map of latencies: time runs from left to right, latencies rise from the bottom to the top.
 
-use ratatui_core::buffer::Buffer;
-use ratatui_core::layout::Rect;
-
 use super::devices::{Column, POWERS};
 use super::row::latency;
-use super::theme::{Theme, put};
+use super::theme::Canvas;
 use crate::output::Align;
 
 const LABEL_COLUMNS: u16 = 8;
 
 /// `columns` begins with the latest column, which is drawn at the right.
-pub fn draw<'a>(
-    columns: impl Iterator<Item = &'a Column> + Clone,
-    theme: Theme,
-    buffer: &mut Buffer,
-    area: Rect,
-) {
-    let width = area.width.saturating_sub(LABEL_COLUMNS + 1);
+pub fn draw<'a>(columns: impl Iterator<Item = &'a Column> + Clone, canvas: &mut Canvas<'_>) {
+    let theme = canvas.theme;
+    let width = canvas.area.width.saturating_sub(LABEL_COLUMNS + 1);
     let shown = columns.take(usize::from(width));
-    let Some(scale) = Scale::new(shown.clone(), area.height) else {
-        put(buffer, area, (0, 0), "no I/O yet", theme.faint());
+    let Some(scale) = Scale::new(shown.clone(), canvas.area.height) else {
+        canvas.put((0, 0), "no I/O yet", theme.faint());
         return;
     };
     for y in 0..scale.rows() {
         let label = format!("<{}", latency((1u64 << scale.powers(y).end()) as f64 / 1e3));
-        put(buffer, area, (0, y), &Align::Right.pad(&label, LABEL_COLUMNS.into()), theme.faint());
-        put(buffer, area, (LABEL_COLUMNS, y), theme.rule(), theme.faint());
-    }
-    for (x, column) in (0..width).rev().zip(shown) {
-        let x = LABEL_COLUMNS + 1 + x;
-        for y in 0..scale.rows() {
-            match column {
-                None => drop(put(buffer, area, (x, y), theme.gap(), theme.faint())),
-                Some(counts) => {
-                    if let Some(part) = scale.part(counts, y) {
-                        let (symbol, style) = theme.heat(part);
-                        put(buffer, area, (x, y), symbol, style);
-                    }
-                }
+        canvas.put((0, y), &Align::Right.pad(&label, LABEL_COLUMNS.into()), theme.faint());
+        canvas.put((LABEL_COLUMNS, y), theme.rule(), theme.faint());
+        for (x, column) in (0..width).rev().zip(shown.clone()) {
+            let cell = match column {
+                None => Some((theme.gap(), theme.faint())),
+                Some(counts) => scale.part(counts, y).map(|part| theme.heat(part)),
+            };
+            if let Some((symbol, style)) = cell {
+                canvas.put((LABEL_COLUMNS + 1 + x, y), symbol, style);
             }
         }
     }
@@ -91,6 +79,10 @@ impl Scale {
 
 #[cfg(test)]
 mod tests {
+    use ratatui_core::buffer::Buffer;
+    use ratatui_core::layout::Rect;
+
+    use super::super::theme::Theme;
     use super::*;
 
     const PLAIN: Theme = Theme { unicode: false, colour: false };
@@ -103,7 +95,7 @@ mod tests {
 
     fn lines(columns: &[Column], width: u16, height: u16) -> Vec<String> {
         let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-        draw(columns.iter(), PLAIN, &mut buffer, Rect::new(0, 0, width, height));
+        draw(columns.iter(), &mut Canvas::new(PLAIN, &mut buffer));
         (0..height).map(|y| (0..width).map(|x| buffer[(x, y)].symbol()).collect()).collect()
     }
 

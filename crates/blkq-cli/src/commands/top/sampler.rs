@@ -57,19 +57,22 @@ impl Sampler {
     }
 
     fn ask_one(&self, name: String) {
-        let (dir, sender, waker) = (self.dir.clone(), self.sender.clone(), self.waker.clone());
-        let asked = name.clone();
+        let (dir, sender, waker, asked) =
+            (self.dir.clone(), self.sender.clone(), self.waker.clone(), name.clone());
+        let answer = move |name, outcome| {
+            // Sending fails only if the process is about to exit, and the receiver has been dropped.
+            let _ = sender.send(Answer { name, outcome });
+            let _ = (&*waker).write(&[0]);
+        };
+        let failed = answer.clone();
         let thread = std::thread::Builder::new().name("blkq-top".into()).stack_size(STACK_BYTES);
         let spawned = thread.spawn(move || {
             let outcome = ask_if_there::<Option<Statistics>>(&dir, &name, &Request::Stat {});
-            // Sending fails only if the process is about to exit, and the receiver has been dropped.
-            let _ = sender.send(Answer { name, outcome: outcome.map(Option::flatten) });
-            let _ = (&*waker).write(&[0]);
+            answer(name, outcome.map(Option::flatten));
         });
         if let Err(e) = spawned {
-            let outcome = Err(Failure::new(format!("{asked}: cannot start a thread: {e}")));
-            let _ = self.sender.send(Answer { name: asked, outcome });
-            let _ = (&*self.waker).write(&[0]);
+            let why = Failure::new(format!("{asked}: cannot start a thread: {e}"));
+            failed(asked, Err(why));
         }
     }
 

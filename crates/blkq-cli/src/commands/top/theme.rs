@@ -4,6 +4,8 @@ use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::{Color, Modifier, Style};
 
+use crate::output::Align;
+
 #[derive(Clone, Copy, Debug)]
 pub struct Theme {
     /// The terminal displays characters beyond ASCII.
@@ -44,10 +46,9 @@ impl Theme {
     }
 
     pub fn selected(self) -> Style {
-        if self.colour {
-            Style::new().bg(Color::Indexed(237)).add_modifier(Modifier::BOLD)
-        } else {
-            Style::new().add_modifier(Modifier::REVERSED)
+        match self.colour {
+            true => Style::new().bg(Color::Indexed(237)).add_modifier(Modifier::BOLD),
+            false => self.heading(),
         }
     }
 
@@ -82,14 +83,42 @@ impl Theme {
     }
 }
 
-/// Cuts `text` at the right edge of `area`. Returns the column after the text.
-pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, style: Style) -> u16 {
-    let area = area.intersection(buffer.area);
-    if y >= area.height || x >= area.width {
-        return x;
+/// Rows of the screen, and the theme in which they are drawn.
+pub struct Canvas<'a> {
+    pub theme: Theme,
+    buffer: &'a mut Buffer,
+    pub area: Rect,
+}
+
+impl<'a> Canvas<'a> {
+    pub fn new(theme: Theme, buffer: &'a mut Buffer) -> Canvas<'a> {
+        Canvas { theme, area: buffer.area, buffer }
     }
-    let width = usize::from(area.width - x);
-    buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
+
+    pub fn rows(&mut self, y: u16, height: u16) -> Canvas<'_> {
+        let area = Rect { y: self.area.y + y, height, ..self.area };
+        Canvas { theme: self.theme, buffer: self.buffer, area }
+    }
+
+    /// Cuts `text` at the right edge. Returns the column after the text.
+    pub fn put(&mut self, (x, y): (u16, u16), text: &str, style: Style) -> u16 {
+        let area = self.area.intersection(self.buffer.area);
+        if y >= area.height || x >= area.width {
+            return x;
+        }
+        let width = usize::from(area.width - x);
+        self.buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
+    }
+
+    pub fn put_heading(&mut self, y: u16, text: &str) {
+        let text = Align::Left.pad(text, self.area.width.into());
+        self.put((0, y), &text, self.theme.heading());
+    }
+
+    pub fn select_row(&mut self, y: u16) {
+        let row = Rect { y: self.area.y + y, height: 1, ..self.area };
+        self.buffer.set_style(row.intersection(self.buffer.area), self.theme.selected());
+    }
 }
 
 #[cfg(test)]
