@@ -67,16 +67,11 @@ pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
             options.push(("-device", format!("vhost-user-blk-pci,chardev={id},num-queues={queues}")));
         }
         Place::Nbd { address, tls, export } => {
-            let mut node = match address {
-                NbdAddress::Unix(path) => {
-                    format!("driver=nbd,node-name={id},server.type=unix,server.path={}", value(path))
-                }
-                NbdAddress::Tcp(host, port) => {
-                    format!(
-                        "driver=nbd,node-name={id},server.type=inet,server.host={host},server.port={port}"
-                    )
-                }
+            let server = match address {
+                NbdAddress::Unix(path) => format!("type=unix,server.path={}", value(path)),
+                NbdAddress::Tcp(host, port) => format!("type=inet,server.host={host},server.port={port}"),
             };
+            let mut node = format!("driver=nbd,node-name={id},server.{server}");
             if !export.is_empty() {
                 node.push_str(&format!(",export={}", value(export)));
             }
@@ -90,9 +85,8 @@ pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
             options.push(("-device", format!("virtio-blk-pci,drive={id}")));
         }
     }
-    let lines: Vec<String> =
-        options.iter().map(|(option, value)| format!("{option} {}", shell_word(value))).collect();
-    Ok(lines.join(" \\\n") + "\n")
+    let lines = options.iter().map(|(option, value)| format!("{option} {}", shell_word(value)));
+    Ok(lines.collect::<Vec<_>>().join(" \\\n") + "\n")
 }
 
 pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
@@ -113,26 +107,26 @@ pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
              <driver name='qemu' type='raw' queues='{}'/>\n  \
              <source type='unix' path='{}'><reconnect enabled='yes' timeout='1'/></source>\n",
             queues(info),
-            attribute(&path.to_string_lossy()),
+            attribute(path),
         ),
         Place::Nbd { address, tls, export } => {
-            let name = match export.is_empty() {
-                true => String::new(),
-                false => format!(" name='{}'", attribute(&export)),
-            };
-            let tls = if tls { " tls='yes'" } else { "" };
+            let mut source = String::new();
+            if !export.is_empty() {
+                source += &format!(" name='{}'", attribute(export));
+            }
+            if tls {
+                source += " tls='yes'";
+            }
             let host = match address {
-                NbdAddress::Unix(path) => {
-                    format!("transport='unix' socket='{}'", attribute(&path.to_string_lossy()))
-                }
-                NbdAddress::Tcp(host, port) => format!("name='{}' port='{port}'", attribute(&host)),
+                NbdAddress::Unix(path) => format!("transport='unix' socket='{}'", attribute(path)),
+                NbdAddress::Tcp(host, port) => format!("name='{}' port='{port}'", attribute(host)),
             };
-            let discard = if info.read_only { "" } else { " discard='unmap'" };
-            let read_only = if info.read_only { "  <readonly/>\n" } else { "" };
+            let (discard, read_only) =
+                if info.read_only { ("", "  <readonly/>\n") } else { (" discard='unmap'", "") };
             format!(
                 "<disk type='network' device='disk'>\n  \
                  <driver name='qemu' type='raw'{discard}/>\n  \
-                 <source protocol='nbd'{name}{tls}>\n    \
+                 <source protocol='nbd'{source}>\n    \
                  <host {host}/>\n  \
                  </source>\n{read_only}"
             )
@@ -141,14 +135,11 @@ pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
     Ok(format!("{element}  <target dev='vda' bus='virtio'/>\n</disk>\n"))
 }
 
-fn attribute(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('\'', "&apos;")
-        .replace('\t', "&#9;")
-        .replace('\n', "&#10;")
-        .replace('\r', "&#13;")
+fn attribute(text: impl AsRef<Path>) -> String {
+    let special =
+        [("&", "amp"), ("<", "lt"), (">", "gt"), ("'", "apos"), ("\t", "#9"), ("\n", "#10"), ("\r", "#13")];
+    let text = text.as_ref().to_string_lossy().into_owned();
+    special.iter().fold(text, |text, (character, name)| text.replace(character, &format!("&{name};")))
 }
 
 #[cfg(test)]

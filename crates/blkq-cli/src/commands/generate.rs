@@ -17,12 +17,14 @@ const HEADINGS: &[&str] = &[
     "Keys:",
     "Events:",
     "Columns:",
-    "Examples:",
+    EXAMPLES,
     "Environment:",
     "Files:",
     "Files in the state directory:",
     "Exit status:",
 ];
+
+const EXAMPLES: &str = "Examples:";
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -87,8 +89,8 @@ fn manual(command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let all: Vec<Command> = command.get_subcommands().filter(|sub| !sub.is_hide_set()).cloned().collect();
     let pages: Vec<String> = all.iter().map(page_name).collect();
-    let common = Help::of(&command).sections;
-    all.iter().try_for_each(|sub| write_page(dir, sub, &common, &["blkq".to_owned()]))?;
+    let common = sections(&command);
+    all.iter().try_for_each(|sub| write_page(dir, sub, &common[1..], &["blkq".to_owned()]))?;
     write_page(dir, &command, &[], &pages)
 }
 
@@ -96,91 +98,70 @@ fn page_name(command: &Command) -> String {
     command.get_display_name().unwrap_or(command.get_name()).to_owned()
 }
 
-/// The part of the help of a command that follows the options.
-struct Help {
-    /// The lines before the first section.
-    text: Vec<String>,
-    sections: Vec<Section>,
-}
+/// A part of the help of a command, after the options: a heading, and the lines below it.
+type Section = (&'static str, Vec<String>);
 
-struct Section {
-    heading: &'static str,
-    lines: Vec<String>,
-}
-
-impl Help {
-    fn of(command: &Command) -> Help {
-        let text = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-        let mut help = Help { text: Vec::new(), sections: Vec::new() };
-        let mut in_section = false;
-        for line in text.lines() {
-            if let Some(heading) = HEADINGS.iter().find(|heading| **heading == line) {
-                help.sections.push(Section { heading, lines: Vec::new() });
-                in_section = true;
-                continue;
-            }
-            in_section &= line.is_empty() || line.starts_with(' ');
-            if line.starts_with("See also:") {
-                continue;
-            }
-            match help.sections.last_mut() {
-                Some(section) if in_section => section.lines.push(line.to_owned()),
-                _ => help.text.push(line.to_owned()),
-            }
+/// The first section has no heading. It contains the lines that belong to no other section.
+fn sections(command: &Command) -> Vec<Section> {
+    let text = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    let mut sections: Vec<Section> = vec![("", Vec::new())];
+    let mut current = 0;
+    for line in text.lines() {
+        if let Some(heading) = HEADINGS.iter().find(|heading| **heading == line) {
+            current = sections.len();
+            sections.push((heading, Vec::new()));
+            continue;
         }
-        help
+        if !line.is_empty() && !line.starts_with(' ') {
+            current = 0;
+        }
+        if !line.starts_with("See also:") {
+            sections[current].1.push(line.to_owned());
+        }
     }
+    sections
 }
 
-impl Section {
-    fn is_examples(&self) -> bool {
-        self.heading == "Examples:"
+/// Copies examples unchanged. Other lines are terms, each with its description.
+fn rendered((heading, lines): &Section) -> String {
+    if *heading == EXAMPLES {
+        let lines: String = lines.iter().map(|line| roff(line) + "\n").collect();
+        return format!(".SH EXAMPLES\n.nf\n{}\n.fi\n", lines.trim_end());
     }
-
-    /// Copies examples unchanged. Other lines are terms, each with its description.
-    fn rendered(&self) -> String {
-        let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
-        if self.is_examples() {
-            let lines: String = lines.map(|line| roff(line) + "\n").collect();
-            return format!(".SH EXAMPLES\n.nf\n{}\n.fi\n", lines.trim_end());
-        }
-        // A line without a term continues the description before it.
-        let terms: String = lines
-            .map(|line| match line.trim_start().split_once("  ") {
-                Some((term, what)) => format!(".TP\n{}\n{}\n", roff(term), roff(what.trim_start())),
-                None => format!("{}\n", roff(line.trim_start())),
-            })
-            .collect();
-        format!(".SH {}\n{terms}", self.heading.trim_end_matches(':').to_uppercase())
-    }
+    // A line without a term continues the description before it.
+    let terms =
+        lines.iter().filter(|line| !line.is_empty()).map(|line| match line.trim_start().split_once("  ") {
+            Some((term, what)) => format!(".TP\n{}\n{}\n", roff(term), roff(what.trim_start())),
+            None => format!("{}\n", roff(line.trim_start())),
+        });
+    format!(".SH {}\n{}", heading.trim_end_matches(':').to_uppercase(), terms.collect::<String>())
 }
 
 /// `common` are the sections of the main command. Except its examples, every page repeats them, unless the help of the
 /// command has a section with the same heading.
 fn write_page(dir: &Path, command: &Command, common: &[Section], see_also: &[String]) -> io::Result<()> {
-    let help = Help::of(command);
+    let own = sections(command);
     // The option `-h` of `attach` has a heading of its own, "Options", which would become a second section
     // OPTIONS.
     let man = Man::new(command.clone().mut_args(|arg| match arg.get_id() == "help" {
         true => arg.help_heading(None),
         false => arg,
     }));
+    let about = command.get_about().map(ToString::to_string).unwrap_or_default();
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
-    page.extend(format!(".SH SYNOPSIS\n{}", synopsis(command)).bytes());
-    let about = command.get_about().map(ToString::to_string).unwrap_or_default();
-    page.extend(format!(".SH DESCRIPTION\n{}.\n.PP\n", roff(&about)).bytes());
-    page.extend(help.text.iter().flat_map(|line| (roff(line) + "\n").into_bytes()));
+    write!(page, ".SH SYNOPSIS\n{}.SH DESCRIPTION\n{}.\n.PP\n", synopsis(command), roff(&about))?;
+    own[0].1.iter().try_for_each(|line| writeln!(page, "{}", roff(line)))?;
     page.extend(options(&man)?.bytes());
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
-    let is_own = |section: &Section| help.sections.iter().any(|own| own.heading == section.heading);
-    let inherited = common.iter().filter(|section| !section.is_examples() && !is_own(section));
-    page.extend(help.sections.iter().chain(inherited).flat_map(|section| section.rendered().into_bytes()));
+    let is_own = |section: &Section| own.iter().any(|own| own.0 == section.0);
+    let inherited = common.iter().filter(|section| section.0 != EXAMPLES && !is_own(section));
+    page.extend(own[1..].iter().chain(inherited).flat_map(|section| rendered(section).into_bytes()));
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
-    page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());
+    writeln!(page, ".SH SEE ALSO\n{}", see_also.join(",\n"))?;
     write(&dir.join(format!("{}.1", page_name(command))), &page)
 }
 

@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
 
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::info::FileId;
+use blkq_protocol::system::if_exists;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::devices::{DeviceArg, Entry, inspect};
@@ -40,29 +42,29 @@ impl Args {
         let (dir, name) = self.device.find()?;
         let path = dir.file(&name, ".log");
         let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
-        let mut log = match LogReader::open(&path) {
-            Ok(log) => log,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => match inspect(&dir, &name) {
+        let mut log = match if_exists(LogReader::open(&path)).map_err(failed)? {
+            Some(log) => log,
+            None => match inspect(&dir, &name) {
                 // The next daemon failed to start, and has renamed the log.
                 Ok(Some(Entry::Remains(remains))) if remains.log != path => {
                     LogReader::open(&remains.log).map_err(failed)?
                 }
                 found => return Err(no_log(&name, found)),
             },
-            Err(e) => return Err(failed(e)),
         };
         loop {
             log.print().map_err(failed)?;
             if !self.follow || is_stdout_closed(INTERVAL) {
                 return Ok(());
             }
-            if let Some(next) = log.successor(&path).map_err(failed)? {
+            let next = if_exists(LogReader::open(&path)).map_err(failed)?;
+            if next.as_ref().is_none_or(|next| next.id != log.id) {
                 log.print().map_err(failed)?;
                 match next {
-                    Successor::New(next) => log = next,
+                    Some(next) => log = next,
                     // The next daemon of the device creates its log when it is ready.
-                    Successor::Removed if dir.file(&name, ".lock").exists() => {}
-                    Successor::Removed => return Ok(()),
+                    None if dir.file(&name, ".lock").exists() => {}
+                    None => return Ok(()),
                 }
             }
         }
@@ -91,13 +93,9 @@ fn is_stdout_closed(time: Duration) -> bool {
     poll(&mut fds, Timespec::try_from(time).ok().as_ref()).is_ok_and(|ready| ready > 0)
 }
 
-enum Successor {
-    New(LogReader),
-    Removed,
-}
-
 struct LogReader {
     file: File,
+    id: FileId,
     offset: u64,
     /// The last line that was read, to find it again when the daemon has dropped the older half of the log.
     last_line: String,
@@ -108,7 +106,9 @@ struct LogReader {
 
 impl LogReader {
     fn open(path: &Path) -> io::Result<LogReader> {
-        Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new(), is_shortened: false })
+        let file = File::open(path)?;
+        let id = FileId::from(&file.metadata()?);
+        Ok(LogReader { file, id, offset: 0, last_line: String::new(), is_shortened: false })
     }
 
     fn print(&mut self) -> io::Result<()> {
@@ -141,16 +141,6 @@ impl LogReader {
         }
         self.last_line = newest;
         Ok(lines.iter().map(|line| line.replace(char::is_control, "?") + "\n").collect())
-    }
-
-    fn successor(&self, path: &Path) -> io::Result<Option<Successor>> {
-        let next = match LogReader::open(path) {
-            Ok(next) => next,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(Successor::Removed)),
-            Err(e) => return Err(e),
-        };
-        let id = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
-        Ok((id(&self.file)? != id(&next.file)?).then_some(Successor::New(next)))
     }
 }
 
@@ -185,14 +175,15 @@ mod tests {
         file.set_len(0).unwrap();
         file.write_all(b"seven\n").unwrap();
         assert_eq!(log.read().unwrap(), "seven\n", "no line that was read remains");
-        assert!(log.successor(&path).unwrap().is_none());
+        assert_eq!(LogReader::open(&path).unwrap().id, log.id);
         // The device is attached again, and detached.
         fs::rename(&path, dir.file("a", ".log.1")).unwrap();
         fs::write(&path, "next\n").unwrap();
-        let Some(Successor::New(mut next)) = log.successor(&path).unwrap() else { panic!("a new log") };
+        let mut next = LogReader::open(&path).unwrap();
+        assert_ne!(next.id, log.id);
         assert_eq!((log.read().unwrap(), next.read().unwrap()), (String::new(), "next\n".to_owned()));
         fs::remove_file(&path).unwrap();
-        assert!(matches!(next.successor(&path).unwrap(), Some(Successor::Removed)));
+        assert!(if_exists(LogReader::open(&path)).unwrap().is_none());
         fs::remove_dir_all(dir.path()).unwrap();
     }
 }

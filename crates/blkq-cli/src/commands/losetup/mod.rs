@@ -27,7 +27,6 @@ use crate::output::{for_each, print, warn};
 use crate::usage;
 
 use hints::translated;
-use output::Style;
 
 /// The exit code of `blkq losetup DEVICE` if the device does not answer.
 const EXIT_UNKNOWN: u8 = 2;
@@ -230,9 +229,13 @@ impl Args {
             Action::Change(device) => self.change(&dir, device),
             Action::SetCapacity(device) => {
                 let name = existing(&dir, device)?.name;
-                resize::resize(&dir, &name, NewSize::OfImage, false)
-                    .map(|_| ExitCode::SUCCESS)
-                    .map_err(|e| resize_hint(&e, &name).during(format_args!("set capacity of {name}")))
+                let resized = resize::resize(&dir, &name, NewSize::OfImage, false).map(|_| ExitCode::SUCCESS);
+                resized.map_err(|e| {
+                    // losetup lacks the option of `blkq resize`.
+                    let command = format!("run `blkq resize --force {name}`");
+                    let why = e.to_string().replace("use --force", &command);
+                    Failure::new(why).during(format_args!("set capacity of {name}"))
+                })
             }
             Action::Detach(devices) => self.detach(devices, |device| {
                 let name = name_of(&dir, &word_of(device)?)?;
@@ -259,8 +262,7 @@ impl Args {
             }
         }
         let plain = self.all || self.associated.is_some();
-        self.print(&devices, !plain)?;
-        Ok(ExitCode::SUCCESS)
+        self.print(&devices, !plain).map(|()| ExitCode::SUCCESS)
     }
 
     fn show(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
@@ -275,20 +277,19 @@ impl Args {
     }
 
     fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
-        let style = match (self.json, self.raw) {
-            (true, _) => Style::Json,
-            (_, true) => Style::Raw,
-            _ => Style::Table,
-        };
         let asked = self.list || self.output.is_some() || self.output_all || self.noheadings;
-        if !table && !asked && style == Style::Table {
+        if !(table || asked || self.json || self.raw) {
             return print(&output::lines(devices));
         }
         let columns = match self.output.as_deref() {
             _ if self.output_all => columns::LOSETUP.iter().collect(),
             text => columns::choose(text, columns::LOSETUP_DEFAULT, &columns::LOSETUP, &columns::LIST)?,
         };
-        print(&output::table(&columns, devices, style, !self.noheadings))
+        print(&match (self.json, self.raw) {
+            (true, _) => output::json(&columns, devices),
+            (_, true) => output::raw(&columns, devices, !self.noheadings),
+            _ => output::table(&columns, devices, !self.noheadings),
+        })
     }
 
     fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
@@ -326,15 +327,12 @@ impl Args {
     fn name(&self, device: Option<&OsStr>) -> Outcome<Option<String>> {
         let Some(device) = device.map(OsStr::to_string_lossy) else { return Ok(self.loop_ref.clone()) };
         if device.contains('/') {
-            return Err(Failure::new(format!(
-                "{device} cannot be chosen, because the kernel numbers the nodes in /dev; give a name without slashes, \
-                 or use -f"
-            )));
+            let why = "cannot be chosen, because the kernel numbers the nodes in /dev";
+            return Err(Failure::new(format!("{device} {why}; give a name without slashes, or use -f")));
         }
         if self.loop_ref.is_some() {
-            return Err(Failure::new(format!(
-                "--loop-ref and {device} both name the device; omit one of them"
-            )));
+            let why = format!("--loop-ref and {device} both name the device; omit one of them");
+            return Err(Failure::new(why));
         }
         Ok(Some(device.into_owned()))
     }
@@ -376,12 +374,6 @@ impl Args {
 
 fn failed(failure: &Failure) -> Failure {
     Failure::new(translated::<Args>(&failure.to_string())).during("losetup")
-}
-
-/// Replaces the option of `blkq resize`, which losetup lacks.
-fn resize_hint(failure: &Failure, name: &str) -> Failure {
-    let command = format!("run `blkq resize --force {name}`");
-    Failure::new(failure.to_string().replace("use --force", &command))
 }
 
 fn note(text: impl std::fmt::Display) {

@@ -6,14 +6,6 @@ use blkq_protocol::info::{Backing, DeviceInfo, shown_path};
 use crate::output::columns::{Cell, Column, device_word};
 use crate::output::render_apart;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Style {
-    Table,
-    /// Columns separated by one space, with white space in cells escaped.
-    Raw,
-    Json,
-}
-
 pub fn lines(devices: &[DeviceInfo]) -> String {
     devices.iter().map(line).collect()
 }
@@ -29,40 +21,36 @@ fn line(info: &DeviceInfo) -> String {
     format!("{device}: [{number:04}]:{} ({path}){offset}{limit}\n", file.inode)
 }
 
-pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings: bool) -> String {
-    let cells = |info: &DeviceInfo| columns.iter().map(|column| (column.cell)(info)).collect::<Vec<_>>();
-    let rows: Vec<Vec<Cell>> = devices.iter().map(cells).collect();
-    if style == Style::Json {
-        return json(columns, &rows);
-    }
-    if rows.is_empty() {
-        return String::new();
-    }
-    let heading = columns.iter().map(|column| column.name.to_owned()).collect();
-    let text = |cell: &Cell| match style {
-        Style::Raw => escape(cell.text().trim(), |c| c.is_whitespace() || is_control(c) || c == '\\'),
-        _ => cell.text(),
-    };
-    let mut lines: Vec<Vec<String>> = vec![heading];
-    lines.extend(rows.iter().map(|row| row.iter().map(text).collect()));
-    let table = match style {
-        Style::Raw => lines.iter().map(|line| line.join(" ") + "\n").collect(),
-        _ => render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &lines),
-    };
+/// The headings and a row for each device; empty if there are no devices.
+fn rows(columns: &[&Column], devices: &[DeviceInfo], text: impl Fn(Cell) -> String) -> Vec<Vec<String>> {
+    let row = |info: &DeviceInfo| columns.iter().map(|column| text((column.cell)(info))).collect();
+    let headings = columns.iter().map(|column| column.name.to_owned()).collect();
+    let rows = std::iter::once(headings).chain(devices.iter().map(row));
+    if devices.is_empty() { Vec::new() } else { rows.collect() }
+}
+
+pub fn table(columns: &[&Column], devices: &[DeviceInfo], headings: bool) -> String {
+    let rows = rows(columns, devices, |cell| cell.text());
+    let table = render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows);
     // losetup(8) makes columns as wide as their headings even if it does not print the headings.
-    let left_out = if headings { 0 } else { table.find('\n').map_or(0, |end| end + 1) };
-    table[left_out..].to_owned()
+    table.split_inclusive('\n').skip(usize::from(!headings)).collect()
+}
+
+/// Columns separated by one space, with white space in cells escaped.
+pub fn raw(columns: &[&Column], devices: &[DeviceInfo], headings: bool) -> String {
+    let is_special = |c: char| c.is_whitespace() || is_control(c) || c == '\\';
+    let rows = rows(columns, devices, |cell| escape(cell.text().trim(), is_special));
+    rows.iter().skip(usize::from(!headings)).map(|row| row.join(" ") + "\n").collect()
 }
 
 /// White space is that of libsmartcols, so that the output can be compared with that of losetup(8) as text.
-fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
-    let member = |(column, cell): (&&Column, &Cell)| {
-        format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())
-    };
-    let object = |row: &Vec<Cell>| {
-        let members: Vec<String> = columns.iter().zip(row).map(member).collect();
-        format!("      {{\n{}\n      }}", members.join(",\n"))
-    };
-    let objects: Vec<String> = rows.iter().map(object).collect();
-    format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.join(",\n"))
+pub fn json(columns: &[&Column], devices: &[DeviceInfo]) -> String {
+    let rows = rows(columns, devices, |cell| cell.json().to_string());
+    let objects = rows.iter().skip(1).map(|row| {
+        let members = columns.iter().zip(row);
+        let member =
+            |(column, cell): (&&Column, _)| format!("         \"{}\": {cell}", column.name.to_lowercase());
+        format!("      {{\n{}\n      }}", members.map(member).collect::<Vec<_>>().join(",\n"))
+    });
+    format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.collect::<Vec<_>>().join(",\n"))
 }

@@ -67,10 +67,23 @@ impl Figures {
     }
 
     fn lines(&self, verbose: bool) -> String {
-        let mut rows = self.load_rows(verbose);
+        let Figures { in_flight, in_flight_max: [reads, others], queue, busy_percent, seconds, .. } = self;
+        let groups = self.groups().filter(|(_, group)| verbose || group.ios > 0);
+        let totals: Vec<String> = groups
+            .map(|(name, group)| match name {
+                "flush" => format!("flush {}", group.ios),
+                _ => format!("{name} {} ({:.2} MB)", group.ios, group.bytes as f64 / 1e6),
+            })
+            .collect();
+        let text = if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") };
+        let mut rows = vec![row("totals", text)];
         let mut add = |is_active: bool, name: &str, text: String| {
             rows.extend((verbose || is_active).then(|| row(name, text)));
         };
+        let text = format!(
+            "{in_flight} now (maximum: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
+        );
+        add(true, "in-flight", text);
         let Flushes { asked, sent, coalesced } = &self.flushes;
         let text = format!("{asked} requested, {sent} sent, {coalesced} coalesced");
         add(asked + sent + coalesced > 0, "flushes", text);
@@ -111,25 +124,6 @@ impl Figures {
         }
         render([Align::Left, Align::Left], &rows)
     }
-
-    fn load_rows(&self, verbose: bool) -> Vec<Row> {
-        let Figures { in_flight, in_flight_max: [reads, others], queue, busy_percent, seconds, .. } = self;
-        let totals: Vec<String> = self
-            .groups()
-            .filter(|(_, group)| verbose || group.ios > 0)
-            .map(|(name, group)| match name {
-                "flush" => format!("flush {}", group.ios),
-                _ => format!("{name} {} ({:.2} MB)", group.ios, group.bytes as f64 / 1e6),
-            })
-            .collect();
-        let in_flight = format!(
-            "{in_flight} now (maximum: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
-        );
-        vec![
-            row("totals", if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") }),
-            row("in-flight", in_flight),
-        ]
-    }
 }
 
 /// A label and its text.
@@ -158,18 +152,18 @@ fn export_rows(
 
 impl Throttled {
     fn describe(&self, seconds: f64) -> String {
-        let Throttled { now, requests, time_ns, limits } = self;
-        let Throttle { limits, group, group_limits, weight } = limits;
-        let or_none = |limits: &str| if limits.is_empty() { "none".to_owned() } else { limits.to_owned() };
-        let group = group
-            .as_ref()
-            .map(|group| format!(", group {group} (weight {weight}): {}", or_none(group_limits)));
+        let Throttled { now, requests, time_ns, limits: Throttle { limits, group, group_limits, weight } } =
+            self;
         let waited = *time_ns as f64 / 1e9;
-        format!(
-            "{now} now, {requests} requests waited, for {waited:.3} s of {seconds:.1} s; limits: {}{}",
-            or_none(limits),
-            group.unwrap_or_default()
-        )
+        let [limits, group_limits] =
+            [limits, group_limits].map(|limits| if limits.is_empty() { "none" } else { limits });
+        let text = format!(
+            "{now} now, {requests} requests waited, for {waited:.3} s of {seconds:.1} s; limits: {limits}"
+        );
+        match group {
+            Some(group) => format!("{text}, group {group} (weight {weight}): {group_limits}"),
+            None => text,
+        }
     }
 }
 
