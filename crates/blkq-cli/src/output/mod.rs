@@ -47,12 +47,16 @@ pub fn warn(name: &str, warnings: &[String]) {
 /// Calls `what` for each element, even if it failed for earlier ones. Failures are printed immediately, and
 /// only the exit code remains.
 pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<ExitCode> {
-    let mut code = ExitCode::SUCCESS;
+    let mut has_failed = false;
     for one in all {
         if let Err(failure) = what(one) {
             print_error(&failure);
-            code = ExitCode::from(EXIT_FAILED);
+            has_failed = true;
         }
     }
-    Ok(code)
+    Ok(exit_code(has_failed))
+}
+
+pub fn exit_code(has_failed: bool) -> ExitCode {
+    if has_failed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS }
 }

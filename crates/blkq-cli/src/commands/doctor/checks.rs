@@ -13,7 +13,7 @@ use blkq_protocol::system::kernel::{has_seccomp, landlock_abi, raise_limits};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 
-use super::finding::Finding;
+use serde::Serialize;
 
 /// The oldest kernel whose io_uring has all operations that an engine needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);
@@ -24,22 +24,72 @@ const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 /// The number of open files that a device needs for the highest --max-connections.
 const FILES: u64 = 2048;
 
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    Ok,
+    /// The part works, with restrictions.
+    Limited,
+    Missing,
+}
+
+impl State {
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Ok => "ok",
+            State::Limited => "limited",
+            State::Missing => "missing",
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Finding {
+    pub name: &'static str,
+    pub state: State,
+    /// No image can be served without this part.
+    pub needed: bool,
+    /// The user asked for this part with an option: the command fails if the part is missing.
+    #[serde(skip)]
+    pub asked: bool,
+    pub found: String,
+    /// A command, or the page that has the commands. The key in the JSON is older than the field's name.
+    #[serde(rename = "cure")]
+    pub hint: Option<String>,
+}
+
+impl Finding {
+    pub fn ok(found: impl Into<String>) -> Finding {
+        Finding { name: "", state: State::Ok, needed: false, asked: false, found: found.into(), hint: None }
+    }
+
+    pub fn limited(found: impl Into<String>, hint: impl Into<String>) -> Finding {
+        Finding { state: State::Limited, hint: Some(hint.into()), ..Finding::ok(found) }
+    }
+
+    pub fn missing(found: impl Into<String>, hint: impl Into<String>) -> Finding {
+        Finding { state: State::Missing, ..Finding::limited(found, hint) }
+    }
+}
+
 /// `certificates` is the directory of --tls-certificates.
 pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
-    let mut findings = vec![
-        kernel(&kernel_release()).needed(),
-        io_uring().needed(),
-        state_directory().needed(),
-        locked_memory(locked_memory_limit(), geteuid().is_root()),
-        open_files(getrlimit(Resource::Nofile).maximum),
-        landlock(landlock_abi()),
-        seccomp(has_seccomp()),
-        block_devices(),
-        huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
-        ceph(),
+    const NEEDED: bool = true;
+    const OPTIONAL: bool = false;
+    let findings = [
+        ("kernel", NEEDED, kernel(&kernel_release())),
+        ("io_uring", NEEDED, io_uring()),
+        ("state directory", NEEDED, state_directory()),
+        ("locked memory", OPTIONAL, locked_memory(locked_memory_limit(), geteuid().is_root())),
+        ("open files", OPTIONAL, open_files(getrlimit(Resource::Nofile).maximum)),
+        ("Landlock", OPTIONAL, landlock(landlock_abi())),
+        ("seccomp", OPTIONAL, seccomp(has_seccomp())),
+        ("ublk", OPTIONAL, block_devices()),
+        ("huge pages", OPTIONAL, huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        ("Ceph's client", OPTIONAL, ceph()),
     ];
-    findings.extend(certificates.map(tls));
-    findings
+    let findings = findings.into_iter().map(|(name, needed, finding)| Finding { name, needed, ..finding });
+    findings.chain(certificates.map(|dir| Finding { name: "TLS", asked: true, ..tls(dir) })).collect()
 }
 
 pub fn kernel_release() -> String {
@@ -60,8 +110,8 @@ fn kernel(release: &str) -> Finding {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     match version >= KERNEL_MIN {
-        true => Finding::ok("kernel", release),
-        false => Finding::missing("kernel", release, "boot Linux 6.1 or newer (Debian 12 and newer)"),
+        true => Finding::ok(release),
+        false => Finding::missing(release, "boot Linux 6.1 or newer (Debian 12 and newer)"),
     }
 }
 
@@ -75,12 +125,11 @@ fn io_uring() -> Finding {
     let disabled = read("/proc/sys/kernel/io_uring_disabled");
     match ready {
         Ok(()) if disabled == "1" => Finding::limited(
-            "io_uring",
             "available to this user, but not to users without CAP_SYS_ADMIN outside of kernel.io_uring_group",
             "sysctl kernel.io_uring_disabled=0",
         ),
-        Ok(()) => Finding::ok("io_uring", "available, with all operations that blkq needs"),
-        Err(e) => Finding::missing("io_uring", reason(&e), io_uring_hint(&disabled)),
+        Ok(()) => Finding::ok("available, with all operations that blkq needs"),
+        Err(e) => Finding::missing(reason(&e), io_uring_hint(&disabled)),
     }
 }
 
@@ -97,11 +146,10 @@ fn io_uring_hint(disabled: &str) -> &'static str {
 }
 
 fn state_directory() -> Finding {
-    let name = "state directory";
     let dir = match StateDir::locate() {
         Ok(dir) => dir,
         Err(failure) => {
-            return Finding::missing(name, failure.to_string(), "export XDG_RUNTIME_DIR=/run/user/$(id -u)");
+            return Finding::missing(failure.to_string(), "export XDG_RUNTIME_DIR=/run/user/$(id -u)");
         }
     };
     let shown = dir.path().display();
@@ -109,15 +157,14 @@ fn state_directory() -> Finding {
         // `create` only checks the owner and the mode of a directory that exists.
         let hint = || directory_hint(dir.path(), geteuid().as_raw());
         return match dir.create() {
-            Ok(()) => Finding::ok(name, shown.to_string()),
-            Err(failure) => Finding::missing(name, failure.to_string(), hint()),
+            Ok(()) => Finding::ok(shown.to_string()),
+            Err(failure) => Finding::missing(failure.to_string(), hint()),
         };
     }
     let parent = dir.path().ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     match access(parent, Access::WRITE_OK) {
-        Ok(()) => Finding::ok(name, format!("{shown} (the first attach creates it)")),
+        Ok(()) => Finding::ok(format!("{shown} (the first attach creates it)")),
         Err(e) => Finding::missing(
-            name,
             format!("cannot create {shown} in {}: {e}", parent.display()),
             format!("sudo install -d -m 700 -o $USER {}", shell_word(dir.path())),
         ),
@@ -144,14 +191,13 @@ fn locked_memory_limit() -> Option<u64> {
 
 /// The kernel counts the locked memory of all daemons of a user together, even in different namespaces.
 fn locked_memory(limit: Option<u64>, is_root: bool) -> Finding {
-    let name = "locked memory";
-    let Some(bytes) = limit else { return Finding::ok(name, "no limit") };
+    let Some(bytes) = limit else { return Finding::ok("no limit") };
     let amount =
         if bytes < 1 << 20 { format!("{} KiB", bytes >> 10) } else { format!("{} MiB", bytes >> 20) };
     let devices = bytes / LOCKED_BYTES_PER_DEVICE;
     let found = format!("{amount} for all devices of this user, enough for about {devices} devices");
     if bytes >= LOCKED_BYTES {
-        return Finding::ok(name, found);
+        return Finding::ok(found);
     }
     let hint = match is_root {
         true => "use --ulimit memlock=-1 (Docker, Podman), or LimitMEMLOCK=infinity in a systemd unit",
@@ -160,32 +206,28 @@ fn locked_memory(limit: Option<u64>, is_root: bool) -> Finding {
              --ulimit memlock=-1 (Docker, Podman), or LimitMEMLOCK=infinity in a systemd unit"
         }
     };
-    Finding::limited(name, format!("{found}, but not for --register-memory"), hint)
+    Finding::limited(format!("{found}, but not for --register-memory"), hint)
 }
 
 fn open_files(limit: Option<u64>) -> Finding {
-    let name = "open files";
     match limit {
         Some(files) if files < FILES => Finding::limited(
-            name,
             format!("{files}, too few for a device with the highest --max-connections"),
             "echo '* - nofile 65536' >>/etc/security/limits.d/blkq.conf, as root, and log in again; or use \
              LimitNOFILE=65536 in a systemd unit",
         ),
-        Some(files) => Finding::ok(name, files.to_string()),
-        None => Finding::ok(name, "no limit"),
+        Some(files) => Finding::ok(files.to_string()),
+        None => Finding::ok("no limit"),
     }
 }
 
 fn landlock(abi: u32) -> Finding {
-    let name = "Landlock";
     if abi > 0 {
-        return Finding::ok(name, format!("version {abi}; daemons can open only the files of their devices"));
+        return Finding::ok(format!("version {abi}; daemons can open only the files of their devices"));
     }
     let modules = read("/sys/kernel/security/lsm");
     let modules = if modules.is_empty() { "...".to_owned() } else { modules };
     Finding::limited(
-        name,
         "not available, so daemons can open all files of their users",
         format!("add lsm=landlock,{modules} to the kernel command line (GRUB_CMDLINE_LINUX, update-grub)"),
     )
@@ -193,9 +235,8 @@ fn landlock(abi: u32) -> Finding {
 
 fn seccomp(is_available: bool) -> Finding {
     match is_available {
-        true => Finding::ok("seccomp", "daemons can make only the system calls that they need"),
+        true => Finding::ok("daemons can make only the system calls that they need"),
         false => Finding::limited(
-            "seccomp",
             "not available, so daemons can make all system calls",
             "boot a kernel with CONFIG_SECCOMP_FILTER, such as Debian's",
         ),
@@ -203,7 +244,6 @@ fn seccomp(is_available: bool) -> Finding {
 }
 
 fn block_devices() -> Finding {
-    let name = "ublk";
     match ControlDevice::open().and_then(|mut control| control.features()) {
         Ok(features) if features.contains(ublk::Features::USER_RECOVERY_REISSUE) => {
             let newer = [
@@ -214,16 +254,14 @@ fn block_devices() -> Finding {
             let lacking = newer.iter().filter(|(feature, _)| !features.contains(*feature));
             let lacking: Vec<_> = lacking.map(|(_, what)| *what).collect();
             match lacking.is_empty() {
-                true => Finding::ok(name, "available, with all features that blkq uses"),
+                true => Finding::ok("available, with all features that blkq uses"),
                 false => Finding::limited(
-                    name,
                     format!("available, without {}", lacking.join(", ")),
                     "boot Linux 6.16 or newer; `blkq features` lists each feature",
                 ),
             }
         }
         Ok(_) => Finding::limited(
-            name,
             "available, but the kernel removes a device when its daemon is killed",
             "boot Linux 6.5 or newer",
         ),
@@ -238,7 +276,7 @@ fn block_devices() -> Finding {
                 }
                 _ => "",
             };
-            Finding::missing(name, reason(&e), format!("{}{more}", e.hint()))
+            Finding::missing(reason(&e), format!("{}{more}", e.hint()))
         }
     }
 }
@@ -248,16 +286,13 @@ fn huge_pages(enabled: &str) -> Finding {
     let chosen = enabled.split(['[', ']']).nth(1).unwrap_or("not available");
     let reserved = read("/proc/sys/vm/nr_hugepages");
     let reserved = if reserved.is_empty() { "0" } else { &reserved };
-    Finding::ok(
-        "huge pages",
-        format!("optional; transparent: {chosen}; reserved (vm.nr_hugepages): {reserved}"),
-    )
+    Finding::ok(format!("optional; transparent: {chosen}; reserved (vm.nr_hugepages): {reserved}"))
 }
 
 fn ceph() -> Finding {
     match rbd::load() {
-        Ok(()) => Finding::ok("Ceph's client", "available; rbd:POOL/IMAGE can be served"),
-        Err(e) => Finding::missing("Ceph's client", reason(&e), "apt-get install librbd1"),
+        Ok(()) => Finding::ok("available; rbd:POOL/IMAGE can be served"),
+        Err(e) => Finding::missing(reason(&e), "apt-get install librbd1"),
     }
 }
 
@@ -265,20 +300,18 @@ fn tls(directory: &Path) -> Finding {
     let hint = "docs/nbd.md shows how to create certificates";
     match TlsCertificates::load(directory) {
         Ok(certificates) if !certificates.warnings().is_empty() => {
-            Finding::limited("TLS", certificates.warnings().join("; "), hint)
+            Finding::limited(certificates.warnings().join("; "), hint)
         }
         Ok(certificates) if certificates.verifies_clients() => {
-            Finding::ok("TLS", "the certificates are usable; clients need a certificate, too")
+            Finding::ok("the certificates are usable; clients need a certificate, too")
         }
-        Ok(_) => Finding::ok("TLS", "the certificates are usable; clients need no certificate"),
-        Err(e) => Finding::missing("TLS", e.to_string(), hint),
+        Ok(_) => Finding::ok("the certificates are usable; clients need no certificate"),
+        Err(e) => Finding::missing(e.to_string(), hint),
     }
-    .asked()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::finding::State;
     use super::*;
 
     #[test]
@@ -319,10 +352,7 @@ mod tests {
         assert!(landlock(0).hint.is_some_and(|hint| hint.contains("lsm=landlock,")));
         assert_eq!((landlock(4).state, seccomp(false).state), (State::Ok, State::Limited));
         let certificates = tls(Path::new("/nowhere"));
-        assert_eq!(
-            (certificates.state, certificates.needed, certificates.asked),
-            (State::Missing, false, true)
-        );
+        assert_eq!(certificates.state, State::Missing);
         let (directory, own) = (std::env::temp_dir(), fs::metadata(std::env::temp_dir()).unwrap().uid());
         assert!(directory_hint(&directory, own).starts_with("chmod 700 "));
         assert!(directory_hint(&directory, own + 1).starts_with("export BLKQ_STATE_DIR="));

@@ -1,18 +1,16 @@
 //! `blkq doctor`: checks what this machine supports, and prints the commands that enable the rest.
 
 mod checks;
-mod finding;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use blkq_protocol::failure::{EXIT_FAILED, Outcome};
+use blkq_protocol::failure::Outcome;
 use serde::Serialize;
 
-use crate::output::{Align, print, print_json, render};
+use crate::output::{Align, exit_code, print, print_json, render};
 
-use checks::{kernel_release, run_all};
-use finding::{Finding, State};
+use checks::{Finding, State, kernel_release, run_all};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -76,12 +74,8 @@ impl Page {
 impl Args {
     pub fn run(self) -> Outcome<ExitCode> {
         let page = Page::new(run_all(self.tls_certificates.as_deref()));
-        if self.json {
-            print_json(&page)?;
-        } else {
-            print(&page.text())?;
-        }
-        Ok(if page.works && !page.lacks_asked() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_FAILED) })
+        let printed = if self.json { print_json(&page) } else { print(&page.text()) };
+        printed.map(|()| exit_code(!page.works || page.lacks_asked()))
     }
 }
 
@@ -92,9 +86,9 @@ mod tests {
     #[test]
     fn a_machine_works_unless_a_needed_part_is_missing() {
         let parts = [
-            Finding::ok("a", "available").needed(),
-            Finding::limited("b", "less", "raise it").needed(),
-            Finding::missing("c", "not found", "install it"),
+            Finding { name: "a", needed: true, ..Finding::ok("available") },
+            Finding { name: "b", needed: true, ..Finding::limited("less", "raise it") },
+            Finding { name: "c", ..Finding::missing("not found", "install it") },
         ];
         let page = Page::new(parts.to_vec());
         assert!(page.works && page.text().contains("served over NBD"), "{}", page.text());
@@ -104,11 +98,16 @@ mod tests {
             lines[2..7],
             ["a ok available", "b limited less", "hint: raise it", "c missing not found", "hint: install it"]
         );
-        let all_ok = Page::new(vec![Finding::ok("a", "available")]).text();
+        let all_ok = Page::new(vec![Finding { name: "a", ..Finding::ok("available") }]).text();
         assert!(all_ok.ends_with("This machine supports everything that blkq uses.\n"), "{all_ok}");
-        let page = Page::new(vec![Finding::missing("TLS", "not found", "make it").asked()]);
+        let page =
+            Page::new(vec![Finding { name: "TLS", asked: true, ..Finding::missing("not found", "make it") }]);
         assert!(page.works && page.lacks_asked() && page.text().contains("but not with these certificates"));
-        let page = Page::new(vec![Finding::missing("c", "not found", "install it").needed()]);
+        let page = Page::new(vec![Finding {
+            name: "c",
+            needed: true,
+            ..Finding::missing("not found", "install it")
+        }]);
         assert!(!page.works && page.text().contains("cannot be served"));
     }
 }
