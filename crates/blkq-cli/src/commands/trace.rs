@@ -94,47 +94,30 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     )
 }
 
-fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
-    if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
-        return Err(Failure::new(format!(
-            "--buffer must be {} to {}, not {}",
-            format_bytes(RING_BYTES_MIN),
-            format_bytes(MEMORY_MAX_BYTES),
-            format_bytes(buffer)
-        )));
-    }
-    Ok(buffer - buffer % PAGE_BYTES)
-}
-
 impl Args {
     pub fn run(self) -> Outcome {
-        let ring_bytes = ring_bytes_of(self.buffer)?;
-        let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
-        if self.follow && is_stream {
-            return Err(Failure::new(
-                "--follow and --output - both write to standard output; omit one of them",
-            ));
+        let buffer = self.buffer;
+        if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
+            let [least, most, given] = [RING_BYTES_MIN, MEMORY_MAX_BYTES, buffer].map(format_bytes);
+            return Err(Failure::new(format!("--buffer must be {least} to {most}, not {given}")));
+        }
+        if self.follow && self.is_stream() {
+            let why = "--follow and --output - both write to standard output; omit one of them";
+            return Err(Failure::new(why));
         }
         let (dir, name) = self.device.find()?;
         let notice = "stopped immediately; only the files that the summary names are complete";
         let stop = stop::on_signals(&DAEMON, notice.to_owned())?;
-        let (dialogue, rings) = Rings::open(&dir, &name, ring_bytes)
+        let (dialogue, rings) = Rings::open(&dir, &name, buffer - buffer % PAGE_BYTES)
             .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
-        let recorded = self.record(&name, &dialogue, rings, &stop, is_stream);
+        let recorded = self.record(&name, &dialogue, rings, &stop);
         // The files are complete, or `recorded` says why not. A second signal exits the process during this wait.
         dialogue.end();
         recorded
     }
 
     /// Writes the events until the trace ends, and then a summary.
-    fn record(
-        &self,
-        name: &str,
-        dialogue: &Dialogue,
-        rings: Rings,
-        stop: &AtomicBool,
-        is_stream: bool,
-    ) -> Outcome {
+    fn record(&self, name: &str, dialogue: &Dialogue, rings: Rings, stop: &AtomicBool) -> Outcome {
         let start = TraceStart {
             name,
             queues: rings.queue_count(),
@@ -142,17 +125,19 @@ impl Args {
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
         let mut tracing = Tracing {
-            outputs: self.outputs(is_stream, &start)?,
+            outputs: self.outputs(&start)?,
             tracker: IoTracker::new(start.queues),
             filtered: self.filter.clone().map(Filtered::new),
+            progress: self.progress(),
+            begun: Instant::now(),
+            duration: self.duration.unwrap_or(Duration::MAX),
             events: 0,
             lost: 0,
         };
-        let begun = Instant::now();
-        let stopped = tracing.follow(dialogue, rings, stop, self.duration, self.progress());
+        let stopped = tracing.follow(dialogue, rings, stop);
         dialogue.give_up();
         let finished = tracing.finish();
-        let seconds = begun.elapsed().as_secs_f64();
+        let seconds = tracing.begun.elapsed().as_secs_f64();
         let mut line = format!("{name}: {} events in {seconds:.1} s, {} lost", tracing.events, tracing.lost);
         let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
         if let Some(omitted) = omitted {
@@ -176,12 +161,16 @@ impl Args {
         recorded
     }
 
-    fn outputs(&self, is_stream: bool, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
+    fn is_stream(&self) -> bool {
+        self.output.as_deref().is_some_and(|place| place.as_os_str() == "-")
+    }
+
+    fn outputs(&self, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
         let mut outputs = Vec::new();
         if self.follow || self.output.is_none() && self.chrome.is_none() {
             outputs.push(Output::lines(start));
         }
-        if is_stream {
+        if self.is_stream() {
             outputs.push(Output::stream(start));
         } else if let Some(place) = &self.output {
             outputs.push(Output::files(place, start)?);
@@ -204,31 +193,26 @@ struct Tracing {
     outputs: Vec<Output>,
     tracker: IoTracker,
     filtered: Option<Filtered>,
+    progress: Option<Progress>,
+    begun: Instant,
+    duration: Duration,
     events: u64,
     lost: u64,
 }
 
 impl Tracing {
     /// Returns when the user stops the trace, or the time of --for is over.
-    fn follow(
-        &mut self,
-        dialogue: &Dialogue,
-        mut rings: Rings,
-        stop: &AtomicBool,
-        duration: Option<Duration>,
-        mut progress: Option<Progress>,
-    ) -> Result<(), Stopped> {
-        let begun = Instant::now();
+    fn follow(&mut self, dialogue: &Dialogue, mut rings: Rings, stop: &AtomicBool) -> Result<(), Stopped> {
         let mut more = false;
         let reason = loop {
-            let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
-            let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
+            let left = self.duration.saturating_sub(self.begun.elapsed()).min(POLL);
+            let over = stop.load(Ordering::SeqCst) || left.is_zero();
             let timeout = if over || more { Duration::ZERO } else { left };
             // The daemon sends nothing, so readable means closed.
             let closed = is_readable(dialogue, Some(Instant::now() + timeout));
             more = self.write_batch(&mut rings, monotonic_ns())?;
-            if let Some(progress) = &mut progress {
-                let seconds = begun.elapsed().as_secs();
+            if let Some(progress) = &mut self.progress {
+                let seconds = self.begun.elapsed().as_secs();
                 progress.show(|| Some(format!("{seconds} s, {} events, {} lost", self.events, self.lost)));
             }
             match (closed, over) {
@@ -237,7 +221,7 @@ impl Tracing {
                 _ => {}
             }
         };
-        progress.iter().for_each(Progress::clear);
+        self.progress.iter().for_each(Progress::clear);
         // The shared memory still contains the events that were written before the connection was closed.
         let now_ns = monotonic_ns();
         while self.write_batch(&mut rings, now_ns)? {}

@@ -91,7 +91,7 @@ impl Args {
         }
         let device = DeviceWithoutDaemon::stop_daemon(dir, &state, guest)?;
         match self.service {
-            true => device.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
+            true => device.started_by_service(dir, before.pid, Duration::from_secs(self.start_timeout)),
             false => device.start(),
         }
     }
@@ -130,14 +130,10 @@ struct DeviceWithoutDaemon<'a> {
     old: io::Result<Program>,
 }
 
-impl DeviceWithoutDaemon<'_> {
+impl<'a> DeviceWithoutDaemon<'a> {
     /// `before` is the state of the device, and `guest` are its options if it is a virtual machine's disk. Fails if
     /// the daemon refuses to leave, or if the next daemon would open other files than `before` records.
-    fn stop_daemon<'a>(
-        dir: &StateDir,
-        before: &'a StateFile,
-        guest: Option<AttachOptions>,
-    ) -> Outcome<DeviceWithoutDaemon<'a>> {
+    fn stop_daemon(dir: &StateDir, before: &'a StateFile, guest: Option<AttachOptions>) -> Outcome<Self> {
         let name = &before.name;
         // The kernel says which process the daemon is. The daemon itself is not asked: a client may have
         // taken it over, and would then choose the program that this command starts.
@@ -184,14 +180,9 @@ impl DeviceWithoutDaemon<'_> {
     }
 
     /// Starts a daemon of the old program if no other daemon serves the device after `timeout`.
-    fn started_by_service(
-        &self,
-        dir: &StateDir,
-        before: &DeviceInfo,
-        timeout: Duration,
-    ) -> Outcome<DeviceInfo> {
+    fn started_by_service(&self, dir: &StateDir, old_pid: u32, timeout: Duration) -> Outcome<DeviceInfo> {
         let started = || match call::<DeviceInfo>(dir, self.name, &Request::Show {}) {
-            Ok(Some(info)) if info.pid != before.pid => Some(info),
+            Ok(Some(info)) if info.pid != old_pid => Some(info),
             _ => None,
         };
         let until = Instant::now() + timeout;

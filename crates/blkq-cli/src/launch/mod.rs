@@ -1,13 +1,12 @@
 //! Starts a daemon: runs this program again, which sends its reply on standard output and continues in the
 //! background.
 
-mod descriptors;
 pub mod parent;
 pub mod session;
 pub mod systemd;
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -21,7 +20,6 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Record};
 
-use crate::launch::descriptors::inherit_standard_only;
 use crate::output::{print_line, warn};
 
 /// How long to wait for the exit of a daemon that failed to start.
@@ -44,7 +42,7 @@ pub enum Program {
 
 impl Program {
     /// Fails if this process may not inspect the process `pid`.
-    pub fn of_process(pid: u32) -> std::io::Result<Program> {
+    pub fn of_process(pid: u32) -> io::Result<Program> {
         File::open(format!("/proc/{pid}/exe")).map(Program::Running)
     }
 
@@ -85,11 +83,12 @@ impl Program {
             Program::Running(file) => format!("/proc/self/fd/{}", file.as_raw_fd()),
         });
         command.arg0("blkq").arg(SUBCOMMAND).args(flags).arg("--").arg(name);
-        let mut child = inherit_standard_only(&mut command)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(failure)?;
+        // Any descriptor but standard input, output and error would keep a lock or a pipe of the caller open while the
+        // daemon runs. SAFETY: between fork and exec, this makes one system call, which closes nothing before the exec,
+        // and allocates nothing.
+        unsafe { command.pre_exec(|| close_range(3, libc::CLOSE_RANGE_CLOEXEC)) };
+        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = spawned.map_err(failure)?;
         if let Some(mut stdin) = child.stdin.take() {
             // A daemon that does not read its input reports why.
             let _ = stdin.write_all(&input);
@@ -99,7 +98,7 @@ impl Program {
             stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
         }
         let (printed, reply) = last_line(&line);
-        let _ = std::io::stderr().write_all(printed);
+        let _ = io::stderr().write_all(printed);
         match serde_json::from_slice(reply) {
             Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
             Ok(Reply::Error(message)) => {
@@ -130,7 +129,19 @@ pub fn report(info: &DeviceInfo) -> Outcome {
     info.exports.iter().try_for_each(|export| print_line(export))
 }
 
-fn failure(error: std::io::Error) -> Failure {
+/// Closes all descriptors from `first` on, or sets a flag of them (close_range(2)).
+///
+/// # Safety
+/// Nothing in this process may own a descriptor that is closed.
+pub unsafe fn close_range(first: u32, flags: u32) -> io::Result<()> {
+    // SAFETY: the call accesses no memory; the callers are responsible for the descriptors.
+    match unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, flags) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn failure(error: io::Error) -> Failure {
     let has_proc = Path::new("/proc/self").exists();
     let hint = if has_proc { "" } else { "; mount a proc file system on /proc" };
     Failure::new(format!("cannot start the daemon: {error}{hint}"))

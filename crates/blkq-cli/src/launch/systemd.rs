@@ -7,7 +7,7 @@ use blkq_protocol::failure::{Failure, Outcome};
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::escape::unescape;
-use crate::launch::descriptors::close_from;
+use crate::launch::close_range;
 
 /// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.
 const LISTEN_FDS_START: RawFd = 3;
@@ -38,7 +38,7 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
         return Err(refuse(format!("descriptor {fd} of LISTEN_FDS is not open")));
     }
     // SAFETY: this process has opened no descriptor yet, and those of the protocol precede the closed ones.
-    unsafe { close_from(fds.end as u32) }.map_err(|e| failed(e.to_string()))?;
+    unsafe { close_range(fds.end as u32, 0) }.map_err(|e| failed(e.to_string()))?;
     fds.map(|fd| {
         // SAFETY: the descriptor is open. According to LISTEN_PID it was opened for this process to own, and
         // this process has opened no descriptor yet.

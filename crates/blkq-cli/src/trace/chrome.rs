@@ -4,7 +4,6 @@
 use std::io::{self, Write};
 
 use blkq::trace::TraceEvent;
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::io_tracker::CompletedRequest;
@@ -39,38 +38,30 @@ impl<W: Write> ChromeWriter<W> {
         let Some((_, begin_ns)) = request.stages.first() else { return Ok(()) };
         self.requests += 1;
         let TraceEvent { operation, sector, bytes, client, status, time_ns, .. } = request.completion;
-        let name = format!("{} {} + {}", operation.name(), sector.0, bytes >> 9);
+        let mut slice = |phase: char, name: &Value, ns: u64, args: Option<Value>| {
+            let us = ns.saturating_sub(self.since_ns) as f64 / 1e3;
+            let mut event = json!({
+                "ph": phase, "cat": "request", "id": self.requests, "pid": PROCESS, "tid": queue, "name": name, "ts": us,
+            });
+            if let Some(args) = args {
+                event["args"] = args;
+            }
+            write!(self.out, ",\n{event}")
+        };
+        let name = json!(format!("{} {} + {}", operation.name(), sector.0, bytes >> 9));
         let arguments = json!({
             "sector": sector.0,
             "bytes": bytes,
             "client": client_name(client),
             "error": status.map(|status| status.to_string()),
         });
-        self.slice(queue, 'b', &name, *begin_ns, Some(&arguments))?;
+        slice('b', &name, *begin_ns, Some(arguments))?;
         let ends = request.stages[1..].iter().map(|(_, ns)| *ns).chain([time_ns]);
         for ((stage, begin_ns), end_ns) in request.stages.iter().zip(ends) {
-            self.slice(queue, 'b', stage, *begin_ns, None)?;
-            self.slice(queue, 'e', stage, end_ns, None)?;
+            slice('b', &json!(stage), *begin_ns, None)?;
+            slice('e', &json!(stage), end_ns, None)?;
         }
-        self.slice(queue, 'e', &name, time_ns, None)
-    }
-
-    fn slice(
-        &mut self,
-        queue: usize,
-        phase: char,
-        name: &impl Serialize,
-        ns: u64,
-        args: Option<&Value>,
-    ) -> io::Result<()> {
-        let us = ns.saturating_sub(self.since_ns) as f64 / 1e3;
-        let mut event = json!({
-            "ph": phase, "cat": "request", "id": self.requests, "pid": PROCESS, "tid": queue, "name": name, "ts": us,
-        });
-        if let Some(args) = args {
-            event["args"] = args.clone();
-        }
-        write!(self.out, ",\n{event}")
+        slice('e', &name, time_ns, None)
     }
 
     pub fn finish(mut self) -> io::Result<()> {

@@ -81,7 +81,6 @@ impl Devices {
                 Some(_) => device.push(None),
             }
         }
-        self.mark_silent(now);
     }
 
     pub fn answered(&mut self, name: &str, outcome: Outcome<Option<Statistics>>) {

@@ -17,13 +17,13 @@ use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::output::{print, print_json, render_figures};
+use crate::output::{exit_code, print, print_json, render_figures};
 use crate::usage;
 
 use devices::Devices;
@@ -85,10 +85,7 @@ impl Args {
         }
         let screen = Screen::open()?;
         let signals = Signals::install(&signals::ALL)?;
-        let view = View::new(format!("{} s", self.interval.as_secs_f64()));
-        let theme = Theme::of(|name| std::env::var(name).ok());
-        let mut program = Program { view, theme, sampler, signals, keys: Keys::default() };
-        let outcome = program.run(screen, self.interval);
+        let outcome = watch(screen, sampler, signals, self.interval);
         terminal::leave();
         match outcome {
             Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
@@ -113,13 +110,8 @@ impl Args {
         }
         devices.mark_silent(Instant::now());
         let rows = devices.rows();
-        if self.json {
-            rows.iter().try_for_each(print_json)?;
-        } else {
-            print(&table(&rows))?;
-        }
-        let has_failed = rows.iter().any(|row| row.error.is_some());
-        Ok(if has_failed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
+        let printed = if self.json { rows.iter().try_for_each(print_json) } else { print(&table(&rows)) };
+        printed.map(|()| exit_code(rows.iter().any(|row| row.error.is_some())))
     }
 }
 
@@ -138,89 +130,80 @@ fn table(rows: &[Row]) -> String {
     table
 }
 
-struct Program {
-    view: View,
-    theme: Theme,
-    sampler: Sampler,
-    signals: Signals,
-    keys: Keys,
-}
-
-impl Program {
-    /// Returns the signal that stopped the program; `None` for a key. An error is that of the terminal, or contains a
-    /// [`Failure`].
-    fn run(&mut self, mut screen: Screen, interval: Duration) -> io::Result<Option<Signal>> {
-        screen.enter()?;
-        let mut next = Instant::now();
-        let mut pause = interval.min(SECOND_SAMPLE);
-        loop {
-            let now = Instant::now();
-            if now >= next {
-                self.view.devices.asked(self.sampler.ask().map_err(io::Error::other)?, now);
-                // Samples that were missed, for example while the process was suspended, are not made up for.
-                next = if next + pause > now { next + pause } else { now + pause };
-                pause = interval;
-            }
-            for answer in self.sampler.take() {
-                self.view.devices.answered(&answer.name, answer.outcome);
-            }
-            self.view.devices.mark_silent(now);
-            // A slow terminal gets the next picture, the latest one then, when it has taken the previous one
-            // completely.
-            if !screen.is_behind() {
-                let Program { view, theme, .. } = self;
-                screen.show(|buffer| draw::draw(view, *theme, buffer))?;
-            }
-            self.wait(&mut screen, next)?;
-            let mut suspend = false;
-            let mut redraw = false;
-            for signal in self.signals.take() {
-                match signal {
-                    Signal::Terminate | Signal::Interrupt | Signal::Hangup | Signal::Quit => {
-                        return Ok(Some(signal));
-                    }
-                    Signal::Stop => suspend = true,
-                    Signal::Continue => redraw = true,
-                    // The screen reads the size of the terminal each time.
-                    Signal::Resize => {}
+/// Returns the signal that stopped the program; `None` for a key. An error is that of the terminal, or contains a
+/// [`Failure`].
+fn watch(
+    mut screen: Screen,
+    mut sampler: Sampler,
+    mut signals: Signals,
+    interval: Duration,
+) -> io::Result<Option<Signal>> {
+    let mut view = View::new(format!("{} s", interval.as_secs_f64()));
+    let theme = Theme::of(|name| std::env::var(name).ok());
+    let mut keys = Keys::default();
+    screen.enter()?;
+    let mut next = Instant::now();
+    let mut pause = interval.min(SECOND_SAMPLE);
+    loop {
+        let now = Instant::now();
+        if now >= next {
+            view.devices.asked(sampler.ask().map_err(io::Error::other)?, now);
+            // Samples that were missed, for example while the process was suspended, are not made up for.
+            next = if next + pause > now { next + pause } else { now + pause };
+            pause = interval;
+        }
+        for answer in sampler.take() {
+            view.devices.answered(&answer.name, answer.outcome);
+        }
+        view.devices.mark_silent(now);
+        // A slow terminal gets the next picture, the latest one then, when it has taken the previous one
+        // completely.
+        if !screen.is_behind() {
+            screen.show(|buffer| draw::draw(&mut view, theme, buffer))?;
+        }
+        let until = if keys.is_pending() { next.min(Instant::now() + keys::KEY_WAIT) } else { next };
+        wait(&mut screen, &signals, &sampler, until)?;
+        let (mut suspend, mut redraw) = (false, false);
+        for signal in signals.take() {
+            match signal {
+                Signal::Terminate | Signal::Interrupt | Signal::Hangup | Signal::Quit => {
+                    return Ok(Some(signal));
                 }
+                Signal::Stop => suspend = true,
+                Signal::Continue => redraw = true,
+                // The screen reads the size of the terminal each time.
+                Signal::Resize => {}
             }
-            let typed = screen.typed()?;
-            for key in self.keys.take(&typed, Instant::now()) {
-                match self.view.press(key) {
-                    Action::None => {}
-                    Action::Quit => return Ok(None),
-                    Action::Suspend => suspend = true,
-                    Action::Redraw => redraw = true,
-                }
+        }
+        for key in keys.take(&screen.typed()?, Instant::now()) {
+            match view.press(key) {
+                Action::None => {}
+                Action::Quit => return Ok(None),
+                Action::Suspend => suspend = true,
+                Action::Redraw => redraw = true,
             }
-            if suspend {
-                terminal::leave();
-                Signal::Stop.act().map_err(io::Error::other)?;
-                redraw = true;
-            }
-            if redraw {
-                screen.enter()?;
-            }
+        }
+        if suspend {
+            terminal::leave();
+            Signal::Stop.act().map_err(io::Error::other)?;
+        }
+        if suspend || redraw {
+            screen.enter()?;
         }
     }
+}
 
-    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output.
-    fn wait(&self, screen: &mut Screen, next: Instant) -> io::Result<()> {
-        let mut left = next.saturating_duration_since(Instant::now());
-        if self.keys.is_pending() {
-            left = left.min(keys::KEY_WAIT);
-        }
-        let left = Timespec::try_from(left).unwrap_or_default();
-        let output = if screen.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
-        let mut polled = [
-            PollFd::new(screen, PollFlags::IN | output),
-            PollFd::new(&self.signals, PollFlags::IN),
-            PollFd::new(&self.sampler, PollFlags::IN),
-        ];
-        match poll(&mut polled, Some(&left)) {
-            Ok(_) | Err(Errno::INTR) => screen.write_some(),
-            Err(e) => Err(io::Error::other(Failure::new(format!("top: cannot wait for events: {e}")))),
-        }
+/// Waits for a key, a signal, an answer of a daemon, or the time `until`, and writes pending output.
+fn wait(screen: &mut Screen, signals: &Signals, sampler: &Sampler, until: Instant) -> io::Result<()> {
+    let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).unwrap_or_default();
+    let output = if screen.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
+    let mut polled = [
+        PollFd::new(screen, PollFlags::IN | output),
+        PollFd::new(signals, PollFlags::IN),
+        PollFd::new(sampler, PollFlags::IN),
+    ];
+    match poll(&mut polled, Some(&left)) {
+        Ok(_) | Err(Errno::INTR) => screen.write_some(),
+        Err(e) => Err(io::Error::other(Failure::new(format!("top: cannot wait for events: {e}")))),
     }
 }
