@@ -1,19 +1,23 @@
 //! `blkq bitmap`: dirty bitmaps, which record the written parts of a device, for incremental backups.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
 
 use blkq::units::{format_bytes, parse_bytes};
 use blkq_drivers::DriverSpec;
+use blkq_drivers::r#loop::is_bitmap_file;
 use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::{Dialogue, Request, ask};
-use blkq_protocol::failure::Outcome;
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Format, Record, with_write_access};
 use blkq_protocol::state::StateDir;
 use clap::Subcommand;
 
-use super::bitmap_file;
+use super::attach::create::FileGuard;
 use crate::devices::DeviceArg;
 use crate::output::{Align, print, print_json, render};
 
@@ -127,11 +131,55 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     if info.read_only || !is_file || !options.is_some_and(has_file) {
         return Ok(());
     }
-    let file = bitmap_file::open_or_create(&image)?;
+    let file = open_or_create_file(&image)?;
     let dialogue = Dialogue::begin(dir, name, &Request::BitmapFile {})?;
     dialogue.step(&[file.file().as_fd()]).and_then(|done| done)?;
     file.keep();
     Ok(())
+}
+
+/// Opens the file with the dirty bitmaps of a raw image, which a confined daemon cannot open itself. Returns `None` if the
+/// image has no such file.
+pub fn open_file(image: &Path) -> Outcome<Option<FileGuard>> {
+    let path = path_for(image);
+    let failed = |what: &str, e: io::Error| Failure::new(format!("cannot {what} {}: {e}", path.display()));
+    // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would
+    // block.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = match File::options().read(true).write(true).custom_flags(flags).open(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+            return Ok(None);
+        }
+        file => file.map_err(|e| failed("open", e))?,
+    };
+    // The daemon gets the file for writing, so it must not be an image that has this name.
+    if !is_bitmap_file(&file).map_err(|e| failed("read", e))? {
+        let shown = path.display();
+        return Err(Failure::new(format!("{shown} is not a bitmap file; move it away or remove it")));
+    }
+    Ok(Some(FileGuard::existing(path, file)))
+}
+
+/// As [`open_file`], but creates a file that does not exist.
+pub fn open_or_create_file(image: &Path) -> Outcome<FileGuard> {
+    if let Some(file) = open_file(image)? {
+        return Ok(file);
+    }
+    let path = path_for(image);
+    let exists = "another command has just created the file; try again";
+    let created = FileGuard::create(&path, exists, |file| {
+        // The next daemon of the device may run as another user than this command. Without the privilege to give the
+        // file to the owner of the image, the owner does not change.
+        let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
+        Ok(())
+    });
+    created.map_err(|e| e.during(path.display()))
+}
+
+fn path_for(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(".bitmaps");
+    path.into()
 }
 
 fn table(bitmaps: &[BitmapInfo]) -> String {

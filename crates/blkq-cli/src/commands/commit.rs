@@ -18,7 +18,7 @@ use blkq_protocol::state::StateDir;
 use blkq_protocol::system::signals::Signal;
 
 use super::attach::create::FileGuard;
-use super::bitmap_file;
+use super::bitmap::{open_file, open_or_create_file};
 use super::recorded_image::RecordedImage;
 use crate::devices::DeviceArg;
 use crate::output::{Progress, print_json, print_line, warn};
@@ -141,8 +141,8 @@ impl Args {
         let bitmaps: Vec<BitmapInfo> = ask(dir, &state.name, &Request::Bitmaps {})?;
         let file = match bitmaps.is_empty() {
             // Without bitmaps to move, a file that cannot be opened is left unchanged, as at attach.
-            true => bitmap_file::open(&base.path).unwrap_or_default(),
-            false => Some(bitmap_file::open_or_create(&base.path)?),
+            true => open_file(&base.path).unwrap_or_default(),
+            false => Some(open_or_create_file(&base.path)?),
         };
         Ok((base, file))
     }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use blkq_protocol::control::{Request, ask};
 use blkq_protocol::daemon::Serve;
-use blkq_protocol::failure::{EXIT_FAILED, Outcome, print_error};
+use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::SettingGroups;
 use blkq_protocol::state::StateDir;
@@ -76,17 +76,13 @@ impl Args {
         if self.action == Action::Apply {
             return for_each(&files, |path| apply(&unescaped(path)));
         }
-        let mut code = ExitCode::SUCCESS;
-        if are_all && let Err(failure) = default_exports() {
-            print_error(&failure);
-            code = ExitCode::from(EXIT_FAILED);
+        let mut failures: Vec<Failure> = Vec::new();
+        if are_all {
+            failures.extend(default_exports().err());
         }
         for path in &files {
-            for fault in ConfigFile::faults::<D>(path) {
-                print_error(&fault.failure(path));
-                code = ExitCode::from(EXIT_FAILED);
-            }
+            failures.extend(ConfigFile::faults::<D>(path).iter().map(|fault| fault.failure(path)));
         }
-        Ok(code)
+        for_each(&failures, |failure| Err(failure.clone()))
     }
 }

@@ -171,16 +171,13 @@ fn options(man: &Man) -> io::Result<String> {
     man.render_options_section(&mut section)?;
     let section = String::from_utf8_lossy(&section).into_owned();
     let lines = section.lines().map(|line| match line.strip_prefix(".SH ") {
-        Some(heading) if heading != "OPTIONS" => format!(".SS {}\n", capitalized(heading)),
+        Some(heading) if heading != "OPTIONS" => {
+            let (first, rest) = heading.split_at(1);
+            format!(".SS {first}{}\n", rest.to_lowercase())
+        }
         _ => format!("{line}\n"),
     });
     Ok(lines.collect())
-}
-
-fn capitalized(word: &str) -> String {
-    let mut letters = word.chars();
-    let first = letters.next().into_iter();
-    first.chain(letters.flat_map(char::to_lowercase)).collect()
 }
 
 fn synopsis(command: &Command) -> String {

@@ -72,7 +72,7 @@ Examples:
 impl Args {
     pub fn run(self) -> Outcome {
         let output = self.output.as_deref();
-        let columns = columns::choose(output, columns::LIST_DEFAULT, &columns::LIST, &columns::LOSETUP)?;
+        let columns = columns::choose(output, columns::LIST_DEFAULT, [&columns::LIST, &columns::LOSETUP])?;
         let dir = StateDir::locate()?;
         if self.clean {
             clean(&dir)?;

@@ -6,7 +6,6 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 pub mod attach;
 pub mod bitmap;
-mod bitmap_file;
 pub mod commit;
 pub mod config;
 pub mod daemon;

@@ -6,7 +6,7 @@ use blkq_protocol::daemon::{Parent, Serve, Start};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::{Fate, Found, StateDir, check_name};
 
-use super::attach::not_reported;
+use super::attach::reported;
 use super::recover;
 use crate::config;
 use crate::launch::systemd::{self, unescape_instance};
@@ -72,12 +72,8 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
         }
         (None, options) => D::start(Start::New(&options?), inherited, parent)?,
     };
-    match daemon.info() {
-        Ok(info) => warn(&info.name, &info.warnings),
-        Err(failure) => {
-            daemon.give_up();
-            return Err(not_reported(failure));
-        }
-    }
-    Ok(daemon)
+    reported(daemon, |info| {
+        warn(&info.name, &info.warnings);
+        Ok(())
+    })
 }

@@ -35,25 +35,20 @@ pub struct Args {
 }
 
 fn after_help() -> String {
-    format!("{INTRODUCTION}\nSettings and their values:\n{}\n{EXAMPLES}", settings_and_values())
-}
-
-fn settings_and_values() -> String {
     let line = |row: &Row| {
         let of = row.scope.text();
         let of = if of.is_empty() { String::new() } else { format!("  (only {of})") };
         format!("  {:<18}{}{of}\n", row.name, row.values.text())
     };
-    Row::sorted_by_name().into_iter().map(line).collect()
-}
-
-const INTRODUCTION: &str = "\
+    let settings: String = Row::sorted_by_name().into_iter().map(line).collect();
+    format!(
+        "\
 No request in flight is lost. New I/O waits while the image, its mode or the queues change.
 `blkq show DEVICE` lists the settings. Each corresponds to the option of `blkq attach` with its
 name; merge=off, for example, corresponds to --no-merge.
-";
 
-const EXAMPLES: &str = "\
+Settings and their values:
+{settings}
 Examples:
   blkq set disk.img direct-io=on
   blkq set disk.img scheduler=mq-deadline depth=64
@@ -64,7 +59,9 @@ Examples:
   blkq set disk.img receive-backoff=off
   blkq set disk.img group=gold          # share the limits of a group; group=none leaves it
   blkq set --all hang-warning=10
-  blkq set disk.img fault=none          # for a device attached with --fault";
+  blkq set disk.img fault=none          # for a device attached with --fault"
+    )
+}
 
 /// Parses `KEY=VALUE`. Neither part may be empty.
 pub fn parse_setting(text: &str) -> Result<(String, String), String> {

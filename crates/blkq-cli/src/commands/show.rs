@@ -71,16 +71,13 @@ impl Args {
 }
 
 fn page_of_remains(remains: &Remains) -> String {
-    let Remains { name, state, recoverable: _, pid, image, file: _, exports, log, log_lines, error: _ } =
-        remains;
+    let Remains { name, state, pid, image, exports, log, log_lines, .. } = remains;
     let mut rows = vec![["name".to_owned(), name.clone()], ["state".to_owned(), state.name().to_owned()]];
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     row("image", image.clone());
     exports.iter().for_each(|export| row("export", export.clone()));
-    row(
-        "daemon",
-        pid.map_or("killed or crashed".to_owned(), |pid| format!("process {pid}, killed or crashed")),
-    );
+    let process = pid.map(|pid| format!("process {pid}, ")).unwrap_or_default();
+    row("daemon", format!("{process}killed or crashed"));
     row("log", log.display().to_string());
     log_lines.iter().for_each(|line| row("", line.clone()));
     render([Align::Left, Align::Left], &rows)

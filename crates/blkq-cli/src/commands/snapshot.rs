@@ -196,24 +196,21 @@ impl Args {
 
 /// Refuses a device that was attached with options that a qcow2 image does not support.
 fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
-    let AttachOptions { queues, threads_per_queue: threads, offset, .. } = options;
-    let one = "but a qcow2 image is served with one";
-    let whole = "of its image, but an overlay covers a whole image";
-    let (what, hint) = if *queues > 1 {
-        (format!("has {queues} queues, {one}"), "with --queues 1")
-    } else if *threads > 1 {
-        (format!("has {threads} threads per queue, {one}"), "with --threads-per-queue 1")
-    } else if *offset != 0 {
-        (format!("begins at offset {offset} {whole}"), "without --offset")
-    } else if let Some(limit) = options.size_limit {
-        (format!("is limited to {limit} bytes {whole}"), "without --size-limit")
-    } else if options.dispatch == Dispatch::Serial {
-        let what = "uses --dispatch serial, which qcow2 images do not support";
-        (what.to_owned(), "with --dispatch concurrent")
-    } else {
-        return Ok(());
-    };
-    Err(Failure::new(format!("the device {what}; detach the device and attach it {hint}")))
+    let AttachOptions { queues, threads_per_queue: threads, offset, size_limit, dispatch, .. } = options;
+    let (one, whole) =
+        ("but a qcow2 image is served with one", "of its image, but an overlay covers a whole image");
+    let limit = size_limit.unwrap_or(0);
+    let serial = "uses --dispatch serial, which qcow2 images do not support".to_owned();
+    let obstacles = [
+        (*queues > 1, format!("has {queues} queues, {one}"), "with --queues 1"),
+        (*threads > 1, format!("has {threads} threads per queue, {one}"), "with --threads-per-queue 1"),
+        (*offset != 0, format!("begins at offset {offset} {whole}"), "without --offset"),
+        (size_limit.is_some(), format!("is limited to {limit} bytes {whole}"), "without --size-limit"),
+        (*dispatch == Dispatch::Serial, serial, "with --dispatch concurrent"),
+    ];
+    obstacles.into_iter().find(|(is_given, ..)| *is_given).map_or(Ok(()), |(_, what, hint)| {
+        Err(Failure::new(format!("the device {what}; detach the device and attach it {hint}")))
+    })
 }
 
 /// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name

@@ -4,7 +4,6 @@
 //! command line (`words`), so that files and command lines are parsed by the same definition,
 //! [`AttachOptions`].
 
-mod defaults;
 mod words;
 
 use std::ffi::{OsStr, OsString};
@@ -16,22 +15,26 @@ use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_protocol::daemon::{Obstacle, Serve};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::options::{AttachOptions, Format, Key, SettingGroups, image_text};
+use blkq_protocol::options::{AttachOptions, Export, Format, Key, SettingGroups, image_text};
 use blkq_protocol::state::check_name;
 use blkq_protocol::system::if_exists;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
 
+use crate::launch::systemd;
+
 use words::{Parsed, Words};
 
-pub use defaults::{default_exports, with_defaults};
 pub use words::Fault;
 
 /// The environment variable that replaces [`DIRECTORY`].
 pub const DIRECTORY_VARIABLE: &str = "BLKQ_CONFIG_DIR";
 pub const DIRECTORY: &str = "/etc/blkq";
 const SUFFIX: &str = "toml";
+/// The file with defaults for all devices, and its only key: the option of `attach` whose default it sets.
+const DEFAULTS_FILE: &str = "defaults";
+const DEFAULTS_KEY: &str = "export";
 /// The largest file that is read. All options together need much less.
 const BYTES_MAX: u64 = 64 << 10;
 
@@ -54,9 +57,13 @@ pub struct Configured {
 }
 
 impl ConfigFile {
-    /// As [`ConfigFile::read`]. Fails with the first mistake.
+    /// As [`ConfigFile::read`]. Fails with the first mistake, and a hint if there are more.
     pub fn open(path: &Path) -> Outcome<ConfigFile> {
-        ConfigFile::read(path).map_err(|faults| first(&faults, path))
+        ConfigFile::read(path).map_err(|faults| {
+            let (first, count) = (faults[0].failure(path), faults.len());
+            let check = format!("`blkq config check {}` reports all {count} mistakes", shell_word(path));
+            if count == 1 { first } else { Failure::new(format!("{first}; {check}")) }
+        })
     }
 
     /// The error lists all mistakes that concern single lines, in the order of the lines.
@@ -297,16 +304,34 @@ fn is_missing(path: &Path) -> bool {
     fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
 }
 
-/// The first of the mistakes in the file at `path`, with a hint if there are more.
-fn first(faults: &[Fault], path: &Path) -> Failure {
-    let first = faults[0].failure(path);
-    match faults.len() {
-        1 => first,
-        count => Failure::new(format!(
-            "{first}; `blkq config check {}` reports all {count} mistakes",
-            shell_word(path)
-        )),
+/// The default exports; none if there is no file.
+pub fn default_exports() -> Outcome<Vec<Export>> {
+    let path = directory().join(DEFAULTS_FILE);
+    if is_missing(&path) {
+        return Ok(Vec::new());
     }
+    let failed = |text: String| Failure::new(format!("{}: {text}", path.display()));
+    let text = read_text(&path).map_err(|e| failed(e.to_string()))?;
+    let keys = words::parse(&text).all().map_err(|faults| faults[0].failure(&path))?;
+    if let Some(other) = keys.iter().find(|key| key.key != DEFAULTS_KEY) {
+        return Err(failed(format!(
+            "line {}: {}: the only key of this file is {DEFAULTS_KEY}",
+            other.line, other.key
+        )));
+    }
+    let image = [words::ANY_IMAGE.to_owned()];
+    let given = keys.into_iter().flat_map(|key| key.words);
+    words::options(image.into_iter().chain(given)).map(|options| options.exports).map_err(failed)
+}
+
+/// Adds the default exports to options that have no exports, unless systemd passes sockets or another option
+/// excludes the default exports.
+pub fn with_defaults(options: AttachOptions) -> Outcome<AttachOptions> {
+    if !options.exports.is_empty() || systemd::is_activated() {
+        return Ok(options);
+    }
+    let with = AttachOptions { exports: default_exports()?, ..options.clone() };
+    Ok(if with.check().is_ok() { with } else { options })
 }
 
 /// Inserts the words of the configuration file of `attach --config` in front of the other words of the

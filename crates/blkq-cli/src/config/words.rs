@@ -123,14 +123,10 @@ pub fn parse(text: &str) -> Parsed {
             text: error.message().replace('\n', ", "),
         })
         .collect();
-    // If the text is not valid TOML, the keys that the parser has recovered may not be what the user meant.
-    if !faults.is_empty() {
-        faults.sort_by_key(|fault| fault.line);
-        return Parsed { keys: Vec::new(), faults, faulty: Vec::new() };
-    }
     let command = command();
     let (mut keys, mut faulty) = (Vec::new(), Vec::new());
-    for (key, value) in table.get_ref() {
+    // If the text is not valid TOML, the keys that the parser has recovered may not be what the user meant.
+    for (key, value) in table.get_ref().iter().filter(|_| errors.is_empty()) {
         let at = line(key.span().start);
         match words_of(&command, key.get_ref(), value.get_ref()) {
             Ok((id, words)) => keys.push(Words { key: key.get_ref().to_string(), line: at, id, words }),

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use blkq_protocol::control::{Request, call, no_such_device};
+use blkq_protocol::control::{Request, ask_if_there, call, no_such_device};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{DeviceInfo, FileId, is_behind};
 use blkq_protocol::options::Address;
@@ -134,7 +134,6 @@ fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
 /// A word of the user, interpreted as an image or an export.
 struct Target<'a> {
     word: &'a OsStr,
-    path: &'a Path,
     file: Option<FileId>,
     /// `/dev/WORD`, or the target of that link.
     node: PathBuf,
@@ -144,8 +143,7 @@ impl Target<'_> {
     fn of(word: &OsStr) -> Target<'_> {
         let node = Path::new("/dev").join(word);
         let node = node.canonicalize().unwrap_or(node);
-        let path = Path::new(word);
-        Target { word, path, file: FileId::of(path), node }
+        Target { word, file: FileId::of(word), node }
     }
 
     fn exists(&self) -> bool {
@@ -160,7 +158,7 @@ impl Target<'_> {
             })
         };
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
-            Ok(Some(info)) => is_at(&info.exports) || is_behind(self.path, &info),
+            Ok(Some(info)) => is_at(&info.exports) || is_behind(Path::new(self.word), &info),
             // If the daemon is dead or does not answer, use its state file.
             _ => dir.read_state(name).is_some_and(|state| {
                 is_at(&state.exports) || self.file.is_some() && FileId::of(state.image_path()) == self.file
@@ -263,9 +261,6 @@ pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
 /// died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
-    match inspect(dir, &name)? {
-        Some(Entry::Device(info)) => Ok(Some(*info)),
-        Some(Entry::Remains(remains)) => Err(remains.failure()),
-        Some(Entry::Silent { .. } | Entry::Configured(_)) | None => Ok(None),
-    }
+    let info = ask_if_there::<DeviceInfo>(dir, &name, &Request::Show {})?;
+    Ok(info.map(|info| DeviceInfo { name, ..info }))
 }

@@ -69,6 +69,8 @@ pub struct Column {
     pub cell: fn(&DeviceInfo) -> Cell,
 }
 
+type Table = &'static [Column];
+
 macro_rules! columns {
     ($($align:ident $name:literal $about:literal $cell:expr;)*) => {
         [$(Column { name: $name, about: $about, align: Align::$align, cell: $cell }),*]
@@ -116,18 +118,13 @@ pub static LOSETUP: [Column; 17] = columns! {
 pub const LOSETUP_DEFAULT: &str = "NAME,SIZELIMIT,OFFSET,AUTOCLEAR,RO,BACK-FILE,DIO,LOG-SEC";
 
 /// The columns that `text` names, separated by commas; without a text, those of `default`. Each name is searched in
-/// `first`, then in `then`; it is an error if neither contains it. If `text` begins with `+`, the columns are added
+/// the tables `from`, in order; it is an error if neither contains it. If `text` begins with `+`, the columns are added
 /// after those of `default`.
-pub fn choose(
-    text: Option<&str>,
-    default: &str,
-    first: &'static [Column],
-    then: &'static [Column],
-) -> Outcome<Vec<&'static Column>> {
+pub fn choose(text: Option<&str>, default: &str, from: [Table; 2]) -> Outcome<Vec<&'static Column>> {
     let text = text.unwrap_or(default);
     let (default, names) = text.strip_prefix('+').map_or((None, text), |more| (Some(default), more));
     let column = |name: &str| {
-        let known = || first.iter().chain(then);
+        let known = || from.into_iter().flatten();
         known().find(|column| column.name.eq_ignore_ascii_case(name)).ok_or_else(|| {
             let mut names: Vec<_> = known().map(|column| column.name).collect();
             names.sort_unstable();
@@ -175,7 +172,7 @@ mod tests {
     #[test]
     fn columns_are_chosen_by_name_or_added() {
         let names = |text: &str| {
-            let chosen = choose(Some(text), LOSETUP_DEFAULT, &LOSETUP, &LIST)?;
+            let chosen = choose(Some(text), LOSETUP_DEFAULT, [&LOSETUP, &LIST])?;
             Ok::<_, Failure>(chosen.iter().map(|column| column.name).collect::<Vec<_>>())
         };
         assert_eq!(names("name,Log-Sec, EXPORT").unwrap(), ["NAME", "LOG-SEC", "EXPORT"]);
@@ -184,8 +181,8 @@ mod tests {
             names("NAME,FOO").unwrap_err().to_string().contains("unknown column FOO; the columns are AUTO")
         );
         assert!(names("").is_err());
-        assert_eq!(choose(None, LIST_DEFAULT, &LIST, &LOSETUP).unwrap().len(), 7);
-        assert_eq!(choose(None, LOSETUP_DEFAULT, &LOSETUP, &LIST).unwrap().len(), 8);
+        assert_eq!(choose(None, LIST_DEFAULT, [&LIST, &LOSETUP]).unwrap().len(), 7);
+        assert_eq!(choose(None, LOSETUP_DEFAULT, [&LOSETUP, &LIST]).unwrap().len(), 8);
     }
 
     #[test]

@@ -26,8 +26,8 @@ pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> Stri
 /// Renders the rows as [`render`] does, with `gap` spaces between the columns. Control characters, which the
 /// path of an image may contain, are escaped, so that each row stays on one line.
 pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
-    let row = |row: &dyn AsRef<[String]>| row.as_ref().iter().map(|cell| escaped(cell)).collect::<Vec<_>>();
-    let rows: Vec<Vec<String>> = rows.iter().map(|cells| row(cells)).collect();
+    let rows = rows.iter().map(|row| row.as_ref().iter().map(|cell| escaped(cell)).collect());
+    let rows: Vec<Vec<String>> = rows.collect();
     let width_of =
         |at: usize| rows.iter().filter_map(|row| row.get(at)).map(|cell| cell.chars().count()).max();
     let columns = align.as_ref().iter().enumerate();

@@ -1,4 +1,4 @@
-//! Creates image files and the files of dirty bitmaps.
+//! Creates image files, overlays and the files of dirty bitmaps.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use blkq::units::format_bytes;
-use blkq_drivers::DriverSpec;
+use blkq::{Error, ErrorKind};
+use blkq_drivers::qcow2::Base;
+use blkq_drivers::{DriverSpec, ImageFormat, detect_format};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::FileId;
-use blkq_protocol::options::image_text;
+use blkq_protocol::options::{AttachOptions, Format, image_text};
 
 /// Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
@@ -34,6 +36,55 @@ pub fn create_image(image: &DriverSpec, bytes: u64) -> Outcome<FileGuard> {
             Failure::new(format!("cannot create an image of {}: {why}", format_bytes(bytes)))
         })
     })
+}
+
+/// The options for the overlay `file`. `options` are those for its backing file.
+pub fn overlay_options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
+    if !matches!(options.image, DriverSpec::Image(_)) {
+        let text = image_text(&options.image);
+        return Err(Failure::new(format!("--overlay needs an image file, and {text} is not one; omit it")));
+    }
+    if options.offset != 0 || options.size_limit.is_some() {
+        return Err(Failure::new(
+            "an overlay covers a whole image; omit --offset and --size-limit, or copy that part to a file first",
+        ));
+    }
+    if file.as_os_str().is_empty() {
+        return Err(Failure::new("the path of --overlay is empty"));
+    }
+    let image = DriverSpec::Image(file.to_owned());
+    let options = AttachOptions { image, format: Some(Format::Qcow2), ..options.clone() };
+    options.check().map(|()| options)
+}
+
+pub fn create_overlay(options: &AttachOptions, file: &Path) -> Outcome<FileGuard> {
+    let DriverSpec::Image(path) = &options.image else {
+        return Err(Failure::new("--overlay needs an image file; omit it"));
+    };
+    let format = match options.format {
+        Some(Format::Raw) => ImageFormat::Raw,
+        Some(Format::Qcow2) => ImageFormat::Qcow2,
+        Some(Format::Auto) if detect_format(path)? == Some("qcow2") => ImageFormat::Qcow2,
+        Some(Format::Auto) | None => ImageFormat::Checked,
+    };
+    let base = Base::open(path, format).map_err(refusal)?;
+    let exists =
+        "already exists and is never overwritten; attach it with --format qcow2, or choose another name";
+    let fill = |new: &File| {
+        let directory = directory_of(file).canonicalize().map_err(|e| Failure::new(e.to_string()))?;
+        Ok(base.write_overlay(new, &directory)?)
+    };
+    FileGuard::create(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
+}
+
+fn refusal(error: Error) -> Failure {
+    match error.kind() {
+        ErrorKind::Format => {
+            let hint = "add --format qcow2, or --format raw to use the bytes of the file unchanged";
+            Failure::new(format!("{error}; {hint}"))
+        }
+        _ => error.into(),
+    }
 }
 
 /// A file that this command has created, or has found. Dropping removes a created file, unless [`FileGuard::keep`] was

@@ -2,11 +2,9 @@
 
 pub mod create;
 mod nooverlap;
-mod overlay;
 mod run;
 
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -17,7 +15,7 @@ use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Export, Format, headings};
 use blkq_protocol::state::StateDir;
-use clap::{ArgAction, Parser};
+use clap::{ArgAction, Args as _, Command, FromArgMatches};
 
 use crate::commands::detach::detach;
 use crate::config::with_defaults;
@@ -25,7 +23,7 @@ use crate::launch::{Program, parent, report, systemd};
 use crate::output::{print_json, warn};
 use crate::usage::first_line;
 
-use create::{FileGuard, create_image};
+use create::{FileGuard, create_image, create_overlay, overlay_options};
 
 /// The options of the device, and those of the command itself.
 ///
@@ -111,14 +109,9 @@ pub struct Args {
 impl Args {
     /// Parses the words after `attach` on a command line. Fails with the first mistake, in one line.
     pub fn options_from_words(words: &[OsString]) -> Outcome<AttachOptions> {
-        #[derive(Parser)]
-        struct Line {
-            #[command(flatten)]
-            args: Args,
-        }
-        let line = std::iter::once(OsString::from("attach")).chain(words.iter().cloned());
-        let line = Line::try_parse_from(line).map_err(|error| Failure::new(first_line(&error)))?;
-        line.args.options()
+        let command = Args::augment_args(Command::new("attach").no_binary_name(true));
+        let args = command.try_get_matches_from(words).and_then(|words| Args::from_arg_matches(&words));
+        args.map_err(|error| Failure::new(first_line(&error)))?.options()
     }
 
     /// The checked options of the device; with --overlay, those for the overlay.
@@ -129,7 +122,7 @@ impl Args {
             options.exports.push(Export::Nbd);
         }
         match &self.overlay {
-            Some(file) => overlay::options(&options, file),
+            Some(file) => overlay_options(&options, file),
             None => options.check().map(|()| options),
         }
     }
@@ -151,14 +144,18 @@ impl Args {
         let inherited = systemd::take_listeners().map_err(failed)?;
         let created = match (self.create, &self.overlay) {
             (Some(bytes), _) => Some(create_image(&self.options.image, bytes)),
-            (None, Some(file)) => Some(overlay::create(&self.options, file)),
+            (None, Some(file)) => Some(create_overlay(&self.options, file)),
             (None, None) => None,
         };
         let created = created.transpose().map_err(failed)?;
         // A service manager supervises the process that it passes sockets to, so this process must serve
         // them.
         if self.foreground || self.exit_with_parent || is_activated {
-            return self.serve::<D>(&options, inherited, created).map_err(failed);
+            let parent = if self.exit_with_parent { parent::exit_with_it() } else { Ok(()) };
+            let start = |()| D::start(Start::New(&options), inherited, &mut Parent::none());
+            let daemon = parent.and_then(start).map_err(failed)?;
+            created.into_iter().for_each(FileGuard::keep);
+            return reported(daemon, |info| self.report(info)).map(D::run).map_err(failed);
         }
         if let Some(command) = &self.run {
             let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
@@ -179,24 +176,6 @@ impl Args {
         }
         warn(&info.name, &info.warnings);
         if self.json { print_json(info) } else { Ok(()) }
-    }
-
-    fn serve<D: Serve>(
-        &self,
-        options: &AttachOptions,
-        inherited: Vec<OwnedFd>,
-        created: Option<FileGuard>,
-    ) -> Outcome<ExitCode> {
-        if self.exit_with_parent {
-            parent::exit_with_it()?;
-        }
-        let daemon = D::start(Start::New(options), inherited, &mut Parent::none())?;
-        created.into_iter().for_each(FileGuard::keep);
-        if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
-            daemon.give_up();
-            return Err(not_reported(failure));
-        }
-        Ok(daemon.run())
     }
 }
 
@@ -224,7 +203,18 @@ impl Attached {
     }
 }
 
-pub fn not_reported(failure: Failure) -> Failure {
+/// Reports the device of a daemon in this process to the user with `report`, or detaches the device.
+pub fn reported<D: Serve>(daemon: D, report: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome<D> {
+    match daemon.info().and_then(|info| report(&info)) {
+        Ok(()) => Ok(daemon),
+        Err(failure) => {
+            daemon.give_up();
+            Err(not_reported(failure))
+        }
+    }
+}
+
+fn not_reported(failure: Failure) -> Failure {
     Failure::new(format!("{failure}; the device was detached again"))
 }
 

@@ -66,25 +66,23 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     };
     // If the image does not exist, the daemon reports that.
     let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
-    let window = Window { offset: options.offset, size_limit: options.size_limit };
+    let window = Window::of(options);
     let mut found = Found::Nothing;
     for entry in all(dir)? {
-        let info = match entry {
-            Entry::Device(info) => info,
+        match entry {
+            Entry::Device(info) => {
+                let backing = Backing::of(&info).filter(|backing| backing.file == file);
+                if let Some(backing) = backing.filter(|backing| backing.window.overlaps(window)) {
+                    check_same(&info, backing.window, window, options)?;
+                    return Ok(Found::Same(info));
+                }
+            }
             // Only the daemon knew which bytes the orphan serves, so every orphan of the file is refused.
             Entry::Remains(it) if it.state == Fate::Orphan && it.file == Some(file) => {
                 return Err(it.failure());
             }
-            Entry::Remains(_) | Entry::Configured(_) => continue,
-            Entry::Silent { .. } => {
-                found = Found::Unsettled;
-                continue;
-            }
-        };
-        let backing = Backing::of(&info).filter(|backing| backing.file == file);
-        if let Some(backing) = backing.filter(|backing| backing.window.overlaps(window)) {
-            check_same(&info, backing.window, window, options)?;
-            return Ok(Found::Same(info));
+            Entry::Silent { .. } => found = Found::Unsettled,
+            Entry::Remains(_) | Entry::Configured(_) => {}
         }
     }
     Ok(found)
@@ -105,10 +103,8 @@ fn check_same(info: &DeviceInfo, window: Window, asked: Window, options: &Attach
         let limit = size_limit.map_or("no size limit".to_owned(), |limit| format!("size limit {limit}"));
         (format!("in part (offset {offset}, {limit})"), Some("choose bytes that do not overlap"))
     } else if is_qcow2 != (options.format == Some(Format::Qcow2)) {
-        match is_qcow2 {
-            true => ("in the format qcow2".to_owned(), Some("use --format qcow2")),
-            false => ("in the format raw".to_owned(), Some("use --format raw")),
-        }
+        let hint = if is_qcow2 { "use --format qcow2" } else { "use --format raw" };
+        (format!("in the format {}", if is_qcow2 { "qcow2" } else { "raw" }), Some(hint))
     } else if info.read_only && !options.read_only {
         ("read-only".to_owned(), Some("use --read-only"))
     } else if info.sector_size != sector_size {

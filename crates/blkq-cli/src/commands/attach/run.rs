@@ -110,72 +110,60 @@ impl Device<'_> {
 /// Runs the command and waits until it has exited. Forwards signals that another process sends to this
 /// process. A signal of the terminal, such as that of Ctrl-C, is not forwarded: the command receives it, too.
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
-    let signals = Signals::block()?;
-    let before = signals.before;
+    let [blocked, before] = block_signals()?;
     // SAFETY: one system call between fork and exec, which allocates nothing.
     unsafe { command.pre_exec(move || set_mask(&before)) };
-    let mut child = command.spawn()?;
-    loop {
-        device.check();
-        if let Some(status) = child.try_wait()? {
-            return Ok(status);
-        }
-        // The signals are blocked: a signal that arrives between `try_wait` and `wait` stays pending and is
-        // not missed.
-        let (signal, is_sent) = signals.wait();
-        if is_sent && signal != libc::SIGCHLD {
-            // SAFETY: the child has not been waited for, so no other process can have its number.
-            unsafe { libc::kill(child.id() as libc::pid_t, signal) };
-        }
-    }
-}
-
-/// Blocks signals that would kill this process, so that [`Signals::wait`] receives them. Dropping the value
-/// restores the mask.
-struct Signals {
-    blocked: libc::sigset_t,
-    before: libc::sigset_t,
-}
-
-impl Signals {
-    fn block() -> io::Result<Signals> {
-        // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the
-        // command. SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this
-        // thread, which is the only one.
-        unsafe {
-            let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
-            libc::signal(libc::SIGCHLD, libc::SIG_DFL);
-            libc::sigemptyset(&mut blocked);
-            for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGHUP, libc::SIGCHLD] {
-                libc::sigaddset(&mut blocked, signal);
-            }
-            match libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, &mut before) {
-                0 => Ok(Signals { blocked, before }),
-                error => Err(io::Error::from_raw_os_error(error)),
-            }
-        }
-    }
-
-    /// Returns the number of the next signal, and whether a process sent it, not the kernel.
-    fn wait(&self) -> (libc::c_int, bool) {
+    let exited = command.spawn().and_then(|mut child| {
         loop {
-            // SAFETY: the set is initialized, and zeroes are a valid siginfo_t, which the call overwrites.
-            let (signal, info) = unsafe {
-                let mut info: libc::siginfo_t = std::mem::zeroed();
-                (libc::sigwaitinfo(&self.blocked, &mut info), info)
-            };
-            // -1: a signal that is not blocked has interrupted the call (EINTR). A code of at most 0 marks signals of processes
-            // (sigaction(2)); the signals of the terminal come from the kernel.
-            if signal > 0 {
-                return (signal, info.si_code <= 0);
+            device.check();
+            if let Some(status) = child.try_wait()? {
+                return Ok(status);
             }
+            // The signals are blocked: a signal that arrives between `try_wait` and `next_signal` stays pending and is
+            // not missed.
+            let (signal, is_sent) = next_signal(&blocked);
+            if is_sent && signal != libc::SIGCHLD {
+                // SAFETY: the child has not been waited for, so no other process can have its number.
+                unsafe { libc::kill(child.id() as libc::pid_t, signal) };
+            }
+        }
+    });
+    let _ = set_mask(&before);
+    exited
+}
+
+/// Blocks signals that would kill this process, for [`next_signal`]. Returns them, and the mask before.
+fn block_signals() -> io::Result<[libc::sigset_t; 2]> {
+    // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the
+    // command. SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this
+    // thread, which is the only one.
+    unsafe {
+        let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
+        libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+        libc::sigemptyset(&mut blocked);
+        for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGHUP, libc::SIGCHLD] {
+            libc::sigaddset(&mut blocked, signal);
+        }
+        match libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, &mut before) {
+            0 => Ok([blocked, before]),
+            error => Err(io::Error::from_raw_os_error(error)),
         }
     }
 }
 
-impl Drop for Signals {
-    fn drop(&mut self) {
-        let _ = set_mask(&self.before);
+/// Returns the number of the next of the `blocked` signals, and whether a process sent it, not the kernel.
+fn next_signal(blocked: &libc::sigset_t) -> (libc::c_int, bool) {
+    loop {
+        // SAFETY: the set is initialized, and zeroes are a valid siginfo_t, which the call overwrites.
+        let (signal, info) = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            (libc::sigwaitinfo(blocked, &mut info), info)
+        };
+        // -1: a signal that is not blocked has interrupted the call (EINTR). A code of at most 0 marks signals of
+        // processes (sigaction(2)); the signals of the terminal come from the kernel.
+        if signal > 0 {
+            return (signal, info.si_code <= 0);
+        }
     }
 }
 

@@ -150,10 +150,13 @@ Examples:
 }
 
 enum Action<'a> {
-    List,
-    ListOf(&'a Path),
+    /// Lists all devices, or those of a file.
+    List(Option<&'a Path>),
     Show(&'a OsStr),
-    Attach { device: Option<&'a OsStr>, file: &'a OsStr },
+    Attach {
+        device: Option<&'a OsStr>,
+        file: &'a OsStr,
+    },
     FindUnused,
     Change(&'a OsStr),
     SetCapacity(&'a OsStr),
@@ -177,15 +180,15 @@ impl Args {
         if self.remove.is_some() {
             return Ok(Action::Remove);
         }
-        let listed = self.associated.as_deref().map(Action::ListOf);
+        let listed = self.associated.as_deref().map(|file| Action::List(Some(file)));
         let sized = self.set_capacity.as_deref().map(Action::SetCapacity);
-        let all = self.all.then_some(Action::List);
+        let all = self.all.then_some(Action::List(None));
         let detached = self.detach_all.then_some(Action::DetachAll);
         match (listed.or(sized).or(all).or(detached), &words[..]) {
             (Some(action), []) => Ok(action),
             (None, []) if self.find => Ok(Action::FindUnused),
             (None, [file]) if self.find => Ok(Action::Attach { device: None, file }),
-            (None, []) => Ok(Action::List),
+            (None, []) => Ok(Action::List(None)),
             (None, [device]) if self.sector_size.is_some() || self.direct_io.is_some() => {
                 Ok(Action::Change(device))
             }
@@ -199,7 +202,7 @@ impl Args {
         let attach = matches!(action, Action::Attach { .. } | Action::FindUnused);
         let change = matches!(action, Action::Change(_));
         for (given, option, fits) in [
-            (self.offset.is_some(), "--offset", attach || matches!(action, Action::ListOf(_))),
+            (self.offset.is_some(), "--offset", attach || matches!(action, Action::List(Some(_)))),
             (self.sizelimit.is_some(), "--sizelimit", attach),
             (self.sector_size.is_some(), "--sector-size", attach || change),
             (self.partscan, "--partscan", attach),
@@ -217,10 +220,7 @@ impl Args {
     fn act(&self, action: Action) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         match action {
-            Action::List => self.list(&dir, |_| true),
-            Action::ListOf(file) => {
-                self.list(&dir, |info| is_behind(file, info) && begins_at(info, self.offset))
-            }
+            Action::List(file) => self.list(&dir, file),
             Action::Show(device) => self.show(&dir, device),
             Action::Attach { device, file } => self.attach(device, file),
             Action::FindUnused => {
@@ -251,12 +251,14 @@ impl Args {
     }
 
     /// Prints the matching devices: as a table, or as lines of text if only -a or -j is given.
-    fn list(&self, dir: &StateDir, matches: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
+    fn list(&self, dir: &StateDir, file: Option<&Path>) -> Outcome<ExitCode> {
+        let is_of_file =
+            |info: &DeviceInfo| file.is_none_or(|file| is_behind(file, info) && begins_at(info, self.offset));
         let mut devices = Vec::new();
         for entry in all(dir)? {
             entry.failure().iter().for_each(print_error);
             if let Entry::Device(info) = entry
-                && matches(&info)
+                && is_of_file(&info)
             {
                 devices.push(*info);
             }
@@ -283,7 +285,7 @@ impl Args {
         }
         let columns = match self.output.as_deref() {
             _ if self.output_all => columns::LOSETUP.iter().collect(),
-            text => columns::choose(text, columns::LOSETUP_DEFAULT, &columns::LOSETUP, &columns::LIST)?,
+            text => columns::choose(text, columns::LOSETUP_DEFAULT, [&columns::LOSETUP, &columns::LIST])?,
         };
         print(&match (self.json, self.raw) {
             (true, _) => output::json(&columns, devices),

@@ -12,15 +12,14 @@ const BITS_MAX: u32 = 40;
 /// From the shortest latency to the longest: the range in nanoseconds, without its end, and the count.
 pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     let (mut from_ns, mut before) = (0, 0);
-    let mut bars = Vec::new();
-    for (to_ns, count) in histogram.below_powers(0, BITS_MAX) {
-        bars.push((from_ns, to_ns, count - before));
+    let bars = histogram.below_powers(0, BITS_MAX).into_iter().map(|(to_ns, count)| {
+        let bar = (from_ns, to_ns, count - before);
         (from_ns, before) = (to_ns, count);
-    }
-    let is_used = |bar: &(u64, u64, u64)| bar.2 > 0;
-    let Some(first) = bars.iter().position(is_used) else { return Vec::new() };
-    let last = bars.iter().rposition(is_used).unwrap_or(first);
-    bars[first..=last].to_vec()
+        bar
+    });
+    let mut bars: Vec<_> = bars.skip_while(|bar| bar.2 == 0).collect();
+    while bars.pop_if(|bar| bar.2 == 0).is_some() {}
+    bars
 }
 
 /// Empty if there were no such operations.

@@ -9,12 +9,12 @@ use std::time::{Duration, SystemTime};
 
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::control::{Request, ask_if_there, not_accepting};
-use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
+use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::timestamp::rfc3339;
 
 use crate::devices::name_of;
-use crate::output::{print, print_json};
+use crate::output::{exit_code, print, print_json};
 use crate::{completion, usage};
 
 use overview::overview;
@@ -141,7 +141,7 @@ impl Args {
         let Some(interval) = plan.interval else {
             let reports = before.iter().map(|(name, now)| Report::whole(name, now)).collect();
             self.print(reports, &devices, false)?;
-            return Ok(devices.exit_code());
+            return Ok(exit_code(!devices.failed.is_empty()));
         };
         for _ in 0..plan.count.unwrap_or(u64::MAX) {
             std::thread::sleep(interval);
@@ -157,7 +157,7 @@ impl Args {
             self.print(reports.collect(), &devices, true)?;
             before = now;
         }
-        Ok(devices.exit_code())
+        Ok(exit_code(!devices.failed.is_empty()))
     }
 
     fn print(&self, reports: Vec<Report>, devices: &Devices, again: bool) -> Outcome {
@@ -220,10 +220,6 @@ impl Devices {
             self.failed.insert(name, failure);
         }
         Ok(())
-    }
-
-    fn exit_code(&self) -> ExitCode {
-        if self.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_FAILED) }
     }
 }
 
