@@ -133,7 +133,7 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     }
     let file = open_or_create_file(&image)?;
     let dialogue = Dialogue::begin(dir, name, &Request::BitmapFile {})?;
-    dialogue.step(&[file.file().as_fd()]).and_then(|done| done)?;
+    dialogue.step(&[file.file().as_fd()])??;
     file.keep();
     Ok(())
 }

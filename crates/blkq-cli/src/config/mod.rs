@@ -9,6 +9,7 @@ mod words;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use blkq::text::shell_word;
@@ -103,12 +104,9 @@ impl ConfigFile {
         self.keys.iter().filter_map(setting).collect()
     }
 
-    fn has_image(&self) -> bool {
-        self.find(words::IMAGE).is_some()
-    }
-
-    fn no_image(&self) -> Fault {
-        self.fault("the key image is missing; add a line such as image = \"/srv/disk.img\"".to_owned())
+    fn check_has_image(&self) -> Result<(), Fault> {
+        let missing = || "the key image is missing; add a line such as image = \"/srv/disk.img\"".to_owned();
+        self.find(words::IMAGE).map(|_| ()).ok_or_else(|| self.fault(missing()))
     }
 
     /// The option --name with the name of the file, if the file has no key `name`.
@@ -129,9 +127,7 @@ impl ConfigFile {
     }
 
     fn unchecked_options(&self) -> Result<AttachOptions, Fault> {
-        if !self.has_image() {
-            return Err(self.no_image());
-        }
+        self.check_has_image()?;
         let words = self.keys.iter().flat_map(|key| key.words.iter().cloned());
         let all = self.implied_name().into_iter().chain(words);
         words::options(all).map_err(|text| self.fault(text))
@@ -211,10 +207,8 @@ impl ConfigFile {
         }
         let relative = options.paths_mut().into_iter().filter(|(_, path)| path.is_relative());
         faults.extend(relative.map(|(key, path)| {
-            fault(
-                key,
-                format!("{key}: the path {} must be absolute, because services run in /", path.display()),
-            )
+            let path = path.display();
+            fault(key, format!("{key}: the path {path} must be absolute, because services run in /"))
         }));
         faults
     }
@@ -233,11 +227,7 @@ impl ConfigFile {
 
 /// The text of a configuration file. Opening a FIFO or a device must not block this process, and is refused.
 fn read_text(path: &Path) -> io::Result<String> {
-    let file = fs::File::from(rustix::fs::open(
-        path,
-        rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC,
-        rustix::fs::Mode::empty(),
-    )?);
+    let file = fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let other = |text: String| Err(io::Error::other(text));
     if !file.metadata()?.is_file() {
         return other("not a regular file".to_owned());
@@ -313,11 +303,8 @@ pub fn default_exports() -> Outcome<Vec<Export>> {
     let failed = |text: String| Failure::new(format!("{}: {text}", path.display()));
     let text = read_text(&path).map_err(|e| failed(e.to_string()))?;
     let keys = words::parse(&text).all().map_err(|faults| faults[0].failure(&path))?;
-    if let Some(other) = keys.iter().find(|key| key.key != DEFAULTS_KEY) {
-        return Err(failed(format!(
-            "line {}: {}: the only key of this file is {DEFAULTS_KEY}",
-            other.line, other.key
-        )));
+    if let Some(Words { key, line, .. }) = keys.iter().find(|key| key.key != DEFAULTS_KEY) {
+        return Err(failed(format!("line {line}: {key}: the only key of this file is {DEFAULTS_KEY}")));
     }
     let image = [words::ANY_IMAGE.to_owned()];
     let given = keys.into_iter().flat_map(|key| key.words);
@@ -350,8 +337,8 @@ pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcom
     };
     let Some(path) = given.get_one::<PathBuf>("config") else { return Ok(words) };
     let file = ConfigFile::open(path).map_err(|e| e.during("attach"))?;
-    if !given.contains_id(words::IMAGE) && !file.has_image() {
-        return Err(file.no_image().failure(path).during("attach"));
+    if !given.contains_id(words::IMAGE) {
+        file.check_has_image().map_err(|fault| fault.failure(path).during("attach"))?;
     }
     let is_given = |id: &Id| given.value_source(id.as_str()) == Some(ValueSource::CommandLine);
     let excludes = |one: &Arg, other: &Arg| attach.get_arg_conflicts_with(one).contains(&other);

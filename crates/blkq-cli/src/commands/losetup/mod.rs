@@ -302,10 +302,7 @@ impl Args {
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
             }
-            match self.show && device.is_none() {
-                true => print(&format!("{}\n", device_word(info))),
-                false => Ok(()),
-            }
+            if self.show && device.is_none() { print(&format!("{}\n", device_word(info))) } else { Ok(()) }
         })?;
         Ok(ExitCode::SUCCESS)
     }
