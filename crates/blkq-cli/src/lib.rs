@@ -18,10 +18,8 @@ pub mod commands;
 pub mod completion;
 pub mod config;
 pub mod devices;
-mod escape;
 pub mod launch;
 pub mod output;
-pub mod stop;
 pub mod trace;
 pub mod usage;
 

@@ -20,9 +20,10 @@ use blkq_protocol::system::signals::Signal;
 use super::attach::create::FileGuard;
 use super::bitmap::{open_file, open_or_create_file};
 use super::recorded_image::RecordedImage;
+use super::signals::stop_on_signals;
+use crate::config;
 use crate::devices::DeviceArg;
 use crate::output::{Progress, print_json, print_line, warn};
-use crate::{config, stop};
 
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(200);
@@ -60,7 +61,7 @@ impl Args {
         let notice = format!(
             "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` prints the image"
         );
-        let stop = stop::on_signals(&[Signal::Interrupt, Signal::Terminate], notice)?;
+        let stop = stop_on_signals(&[Signal::Interrupt, Signal::Terminate], notice)?;
         let (done, path) = self.commit(&dir, &name, &stop).map_err(of)?;
         warn(&name, &done.warnings);
         warn_of_configuration(&name, &done, &path);

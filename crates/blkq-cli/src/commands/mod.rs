@@ -25,6 +25,7 @@ pub mod resume;
 pub mod service;
 pub mod set;
 pub mod show;
+mod signals;
 pub mod snapshot;
 pub mod stat;
 pub mod systemd_generator;

@@ -14,6 +14,7 @@ use blkq_protocol::control::{Dialogue, is_readable};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::system::signals::DAEMON;
 
+use super::signals::stop_on_signals;
 use crate::devices::DeviceArg;
 use crate::output::Progress;
 use crate::trace::filter::{Filter, Filtered};
@@ -21,7 +22,7 @@ use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, Stopped, TraceStart};
 use crate::trace::rings::Rings;
-use crate::{stop, usage};
+use crate::usage;
 
 /// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
@@ -107,7 +108,7 @@ impl Args {
         }
         let (dir, name) = self.device.find()?;
         let notice = "stopped immediately; only the files that the summary names are complete";
-        let stop = stop::on_signals(&DAEMON, notice.to_owned())?;
+        let stop = stop_on_signals(&DAEMON, notice.to_owned())?;
         let (dialogue, rings) = Rings::open(&dir, &name, buffer - buffer % PAGE_BYTES)
             .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
         let recorded = self.record(&name, &dialogue, rings, &stop);

@@ -2,7 +2,6 @@
 //! must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
 //! requests in flight.
 
-use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -127,7 +126,7 @@ struct DeviceWithoutDaemon<'a> {
     guest: Option<AttachOptions>,
     /// The settings that `blkq set` changed, for the next daemon.
     settings: Vec<(String, String)>,
-    old: io::Result<Program>,
+    old: Outcome<Program>,
 }
 
 impl<'a> DeviceWithoutDaemon<'a> {
@@ -138,6 +137,7 @@ impl<'a> DeviceWithoutDaemon<'a> {
         // The kernel says which process the daemon is. The daemon itself is not asked: a client may have
         // taken it over, and would then choose the program that this command starts.
         let old = daemon_of(dir, name).and_then(Program::of_process);
+        let old = old.map_err(|e| Failure::new(format!("cannot find the old program: {e}")));
         ask::<()>(dir, name, &Request::Leave {})?;
         // The old daemon no longer changes the state file, and no other command removes it while the name is
         // reserved.
@@ -145,18 +145,16 @@ impl<'a> DeviceWithoutDaemon<'a> {
         // A snapshot or a commit may have changed the image since `guest` was read. If the state file has
         // become unreadable, the disk gets the image that it had then, because the virtual machine waits for
         // it.
-        let guest = guest.map(|then| {
-            let of_state = |state| StateFile::guest_options(state).ok().flatten().map(|guest| (state, guest));
-            let (state, guest) = now.as_ref().and_then(of_state).unwrap_or((before, then));
+        let of_state = |state| StateFile::guest_options(state).ok().flatten().map(|guest| (state, guest));
+        let guest = guest.map(|then| now.as_ref().and_then(of_state).unwrap_or((before, then)));
+        if let Some((state, guest)) = &guest {
             // A daemon that was taken over may have changed the header of the image before it left.
-            let checked = state.check_image(&guest, true).map_err(|failure| {
-                Failure::new(format!(
-                    "{failure}; the I/O of the device waits until `blkq recover {name}` serves it again"
-                ))
-            });
-            checked.map(|()| guest)
-        });
-        let guest = guest.transpose()?;
+            state.check_image(guest, true).map_err(|failure| {
+                let hint = format!("the I/O of the device waits until `blkq recover {name}` serves it again");
+                Failure::new(format!("{failure}; {hint}"))
+            })?;
+        }
+        let guest = guest.map(|(_, guest)| guest);
         let settings = now.map(|state| state.settings).unwrap_or_default();
         Ok(DeviceWithoutDaemon { name, guest, settings, old })
     }
@@ -210,17 +208,12 @@ impl<'a> DeviceWithoutDaemon<'a> {
     }
 
     fn launch_old(&self) -> Outcome<DeviceInfo> {
-        match &self.old {
-            Ok(old) => self.launch(old),
-            Err(e) => Err(Failure::new(format!("cannot find the old program: {e}"))),
-        }
+        self.launch(self.old.as_ref().map_err(Failure::clone)?)
     }
 
     fn not_served(&self, failure: &Failure, old: &Failure) -> Failure {
-        let name = self.name;
-        Failure::new(format!(
-            "{failure}; the old program did not start again either ({old}), so the I/O of the device waits: run \
-             `blkq recover {name}`"
-        ))
+        let why = format!("the old program did not start again either ({old})");
+        let hint = format!("so the I/O of the device waits: run `blkq recover {}`", self.name);
+        Failure::new(format!("{failure}; {why}, {hint}"))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::escape::unescape;
+use crate::launch::systemd::unescape;
 
 /// An address to which clients connect.
 #[derive(Clone, PartialEq, Eq, Debug)]

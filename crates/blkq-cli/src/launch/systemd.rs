@@ -1,12 +1,13 @@
 //! Takes over what a service manager passes to this process at its start: sockets (sd_listen_fds(3)), and the name
 //! of a device, escaped as the instance of a unit.
 
+use std::ffi::OsString;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
 
 use blkq_protocol::failure::{Failure, Outcome};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::escape::unescape;
 use crate::launch::close_range;
 
 /// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.
@@ -62,6 +63,21 @@ pub fn escape_instance(name: &str) -> String {
 /// escaped is returned unchanged.
 pub fn unescape_instance(instance: &str) -> String {
     unescape(instance, "\\x").into_string().unwrap_or_else(|_| instance.to_owned())
+}
+
+/// Decodes the bytes that `text` escapes, each as `mark` and two hexadecimal digits: `\x2f` in the names of units, `%2f`
+/// in URIs.
+pub fn unescape(text: &str, mark: &str) -> OsString {
+    let mut parts = text.split(mark);
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let digits = part.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
+        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            Some(byte) => bytes.extend([&[byte], &part.as_bytes()[2..]].concat()),
+            None => bytes.extend([mark.as_bytes(), part.as_bytes()].concat()),
+        }
+    }
+    OsString::from_vec(bytes)
 }
 
 fn is_open(fd: RawFd) -> bool {

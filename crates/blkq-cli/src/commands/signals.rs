@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 /// The first of these signals sets the returned flag. The second one prints `notice` and exits the process immediately,
 /// because the rest of the command may block forever. Must be called before there are other threads.
-pub fn on_signals(handled: &[Signal], notice: String) -> Outcome<Arc<AtomicBool>> {
+pub fn stop_on_signals(handled: &[Signal], notice: String) -> Outcome<Arc<AtomicBool>> {
     let mut signals = Signals::install(handled)?;
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = stop.clone();
