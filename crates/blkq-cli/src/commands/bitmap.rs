@@ -21,7 +21,7 @@ use super::attach::create::FileGuard;
 use crate::devices::DeviceArg;
 use crate::output::{Align, print, print_json, render};
 
-#[derive(clap::Args, Debug)]
+#[derive(Subcommand, Debug)]
 #[command(after_help = "\
 A dirty bitmap records which parts of a device were written since the bitmap was added or cleared.
 NBD clients read it as the metadata context qemu:dirty-bitmap:BITMAP. It is saved in a qcow2 image,
@@ -33,13 +33,7 @@ Examples:
   blkq bitmap list vm.qcow2
   nbdinfo --map=qemu:dirty-bitmap:monday URI
   blkq bitmap remove vm.qcow2 monday")]
-pub struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand, Debug)]
-enum Command {
+pub enum Command {
     /// Add a bitmap, which records the writes from now on
     Add {
         #[command(flatten)]
@@ -80,16 +74,16 @@ enum Command {
 }
 
 #[derive(clap::Args, Debug)]
-struct Existing {
+pub struct Existing {
     #[command(flatten)]
     device: DeviceArg,
     /// The name of the bitmap
     bitmap: String,
 }
 
-impl Args {
+impl Command {
     pub fn run(self) -> Outcome {
-        let (device, change) = match self.command {
+        let (device, change) = match self {
             Command::Add { device, bitmap, granularity } => {
                 (device, BitmapChange::Add { name: bitmap, granularity })
             }

@@ -17,7 +17,7 @@ use crate::output::{Align, print, print_json, render};
 
 const INTERVAL: Duration = Duration::from_millis(500);
 
-#[derive(clap::Args, Debug)]
+#[derive(Subcommand, Debug)]
 #[command(after_help = "\
 The members of a group share its limits. If they demand more than the limits allow, each gets a
 share in proportion to its weight, and can use what the others leave unused. Devices join a group
@@ -28,13 +28,7 @@ Examples:
   blkq attach disk.img --group tenant-a --weight 200
   blkq group list
   blkq group set tenant-a none")]
-pub struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand, Debug)]
-enum Command {
+pub enum Command {
     /// List the groups, with their limits, their members and the I/O rates of the members
     List {
         /// Print one JSON array of objects
@@ -79,10 +73,10 @@ struct ListedMember {
     throttled: Option<u64>,
 }
 
-impl Args {
+impl Command {
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
-        match self.command {
+        match self {
             Command::List { json } => {
                 let groups = list(&dir)?;
                 if json { print_json(&groups) } else { print(&table(&groups)) }

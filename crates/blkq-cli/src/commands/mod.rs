@@ -101,13 +101,15 @@ pub enum Command {
     /// Change settings of a device in use
     Set(set::Args),
     /// List, create, change and remove groups of devices that share rate limits
-    Group(group::Args),
+    #[command(subcommand)]
+    Group(group::Command),
     /// Change the size of a device, or adopt the new size of its image
     Resize(resize::Args),
     /// Take an external snapshot: new writes go to a new qcow2 overlay
     Snapshot(snapshot::Args),
     /// List, add, clear, merge and remove dirty bitmaps, for incremental backups
-    Bitmap(bitmap::Args),
+    #[command(subcommand)]
+    Bitmap(bitmap::Command),
     /// Merge the active overlay into its backing file and switch the device to it
     Commit(commit::Args),
     /// Reissue the requests that are held after I/O errors, or fail them
