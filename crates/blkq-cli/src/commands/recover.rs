@@ -100,7 +100,6 @@ pub fn take_over<D: Serve>(
         true => dir.accept_backing_files(state),
         false => state.check_image(options, false),
     };
-    let busy = || Failure::new("another process has locked the device; try again");
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
@@ -113,7 +112,8 @@ pub fn take_over<D: Serve>(
         Found::Busy(busy) => return Err(Failure::new(format!("the device is {busy}"))),
         Found::Nothing => return Err(no_such_device(name)),
     }
-    let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
+    let orphan = dir.take_orphan(name)?;
+    let orphan = orphan.ok_or_else(|| Failure::new("another process has locked the device; try again"))?;
     let options = attach_options(&orphan.state)?;
     check_files(&orphan.state, &options)?;
     D::start(Start::Recovery { options: &options, orphan: Box::new(orphan) }, inherited, parent)

@@ -48,7 +48,9 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
     if paths.is_empty() {
         return Ok(());
     }
-    let text = format!("[Unit]\nSourcePath={}\nRequiresMountsFor={}\n", specifiers(path), paths.join(" "));
+    // In a unit file, `%` would begin a specifier.
+    let source = path.display().to_string().replace('%', "%%").replace(char::is_control, "?");
+    let text = format!("[Unit]\nSourcePath={source}\nRequiresMountsFor={}\n", paths.join(" "));
     let unit = directory.join(format!("blkq@{}.service.d", escape_instance(&name)));
     let written = fs::create_dir_all(&unit).and_then(|()| fs::write(unit.join(DROP_IN), text));
     written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
@@ -58,11 +60,6 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
 fn quoted(path: &Path) -> Option<String> {
     let text = path.to_str().filter(|text| !text.contains(char::is_control))?;
     Some(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%")))
-}
-
-/// `path` as the rest of a line of a unit file, in which `%` would begin a specifier.
-fn specifiers(path: &Path) -> String {
-    path.display().to_string().replace('%', "%%").replace(char::is_control, "?")
 }
 
 #[cfg(test)]

@@ -125,11 +125,13 @@ impl Args {
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
+        let has_file = self.output.is_some() || self.chrome.is_some();
+        let shows_progress = std::io::stderr().is_terminal() && !self.follow && has_file;
         let mut tracing = Tracing {
             outputs: self.outputs(&start)?,
             tracker: IoTracker::new(start.queues),
             filtered: self.filter.clone().map(Filtered::new),
-            progress: self.progress(),
+            progress: shows_progress.then(|| Progress::new(PROGRESS_INTERVAL)),
             begun: Instant::now(),
             duration: self.duration.unwrap_or(Duration::MAX),
             events: 0,
@@ -180,12 +182,6 @@ impl Args {
             outputs.push(Output::chrome(path, start)?);
         }
         Ok(outputs)
-    }
-
-    fn progress(&self) -> Option<Progress> {
-        let has_file = self.output.is_some() || self.chrome.is_some();
-        let is_shown = std::io::stderr().is_terminal() && !self.follow && has_file;
-        is_shown.then(|| Progress::new(PROGRESS_INTERVAL))
     }
 }
 

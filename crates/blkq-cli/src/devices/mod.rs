@@ -105,7 +105,8 @@ fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
     let target = Target::of(bytes);
     let name = bytes.to_str().filter(|name| check_name(name).is_ok());
     if let Some(word) = name.filter(|name| dir.file(name, ".lock").exists()) {
-        let is_other = target.exists() && !target.is(dir, word);
+        let exists = target.file.is_some() || target.node.exists();
+        let is_other = exists && !target.is(dir, word);
         let others = if is_other { target.devices(dir)? } else { Vec::new() };
         let Some(other) = others.first() else { return Ok(Some(word.to_owned())) };
         let (what, path) = match target.file {
@@ -144,10 +145,6 @@ impl Target<'_> {
         let node = Path::new("/dev").join(word);
         let node = node.canonicalize().unwrap_or(node);
         Target { word, file: FileId::of(word), node }
-    }
-
-    fn exists(&self) -> bool {
-        self.file.is_some() || self.node.exists()
     }
 
     fn is(&self, dir: &StateDir, name: &str) -> bool {

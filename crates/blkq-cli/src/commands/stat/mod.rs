@@ -147,7 +147,7 @@ impl Args {
             std::thread::sleep(interval);
             let now = devices.sample()?;
             // All named devices have been detached.
-            if now.is_empty() && !devices.are_all() {
+            if now.is_empty() && !devices.names.is_empty() {
                 break;
             }
             let reports = now.iter().map(|(name, now)| match before.get(name) {
@@ -187,16 +187,13 @@ struct Devices {
 }
 
 impl Devices {
-    fn are_all(&self) -> bool {
-        self.names.is_empty()
-    }
-
     /// Devices that do not exist are missing from the result. Fails only if a single device is named.
     fn sample(&mut self) -> Outcome<BTreeMap<String, Statistics>> {
-        let names = if self.are_all() { self.dir.names()? } else { self.names.clone() };
+        let are_all = self.names.is_empty();
+        let names = if are_all { self.dir.names()? } else { self.names.clone() };
         let mut samples = BTreeMap::new();
         for name in names {
-            if !self.are_all() && self.failed.contains_key(&name) {
+            if !are_all && self.failed.contains_key(&name) {
                 continue;
             }
             match ask_if_there::<Option<Statistics>>(&self.dir, &name, &Request::Stat {}) {
