@@ -48,42 +48,40 @@ struct Features {
     features: Vec<Feature>,
 }
 
-impl Features {
-    fn probe<D: Serve>() -> Features {
-        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-        let mut features = Vec::new();
-        let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
-        match ring::probe() {
-            Ok(probe) => {
-                add("io_uring", true, "everything".into());
-                for (name, code, purpose) in D::OPERATIONS {
-                    add(name, probe.supports(*code), (*purpose).into());
-                }
+fn probe<D: Serve>() -> Features {
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut features = Vec::new();
+    let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
+    match ring::probe() {
+        Ok(probe) => {
+            add("io_uring", true, "everything".into());
+            for (name, code, purpose) in D::OPERATIONS {
+                add(name, probe.supports(*code), (*purpose).into());
             }
-            Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
-        let confined = "daemons can open only the files of their devices";
-        match landlock_abi() {
-            0 => add("Landlock", false, format!("{confined}: add landlock to the kernel parameter lsm")),
-            abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
-        }
-        add("seccomp", has_seccomp(), "daemons can make only the system calls that they need".into());
-        match ControlDevice::open().and_then(|mut control| control.features()) {
-            Ok(has) => {
-                add("ublk", true, "kernel block devices".into());
-                for (feature, name, purpose) in UBLK_FEATURES {
-                    add(name, has.contains(feature), purpose.into());
-                }
-            }
-            Err(e) => add("ublk", false, format!("kernel block devices: {e}")),
-        }
-        Features { kernel: kernel.trim().to_owned(), features }
+        Err(e) => add("io_uring", false, format!("everything: {e}")),
     }
+    let confined = "daemons can open only the files of their devices";
+    match landlock_abi() {
+        0 => add("Landlock", false, format!("{confined}: add landlock to the kernel parameter lsm")),
+        abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
+    }
+    add("seccomp", has_seccomp(), "daemons can make only the system calls that they need".into());
+    match ControlDevice::open().and_then(|mut control| control.features()) {
+        Ok(has) => {
+            add("ublk", true, "kernel block devices".into());
+            for (feature, name, purpose) in UBLK_FEATURES {
+                add(name, has.contains(feature), purpose.into());
+            }
+        }
+        Err(e) => add("ublk", false, format!("kernel block devices: {e}")),
+    }
+    Features { kernel: kernel.trim().to_owned(), features }
 }
 
 impl Args {
     pub fn run<D: Serve>(self) -> Outcome {
-        let probed = Features::probe::<D>();
+        let probed = probe::<D>();
         if self.json {
             return print_json(&probed);
         }

@@ -12,22 +12,18 @@ use crate::output::{Align, render, render_figures};
 impl Report {
     /// Operations and mechanisms that were idle are omitted, unless `verbose`.
     pub fn page(&self, histogram: bool, verbose: bool) -> String {
-        let figures = &self.figures;
-        let mut page = self.heading() + &figures.table(verbose) + &figures.lines(verbose);
+        let figures @ Figures { name, seconds, .. } = &self.figures;
+        let heading = match self.is_whole {
+            true => format!("{name}: totals and average rates of the {seconds:.1} s since it was attached\n"),
+            false => format!("{name}: totals and rates of the last {seconds:.2} s\n"),
+        };
+        let mut page = heading + &figures.table(verbose) + &figures.lines(verbose);
         if histogram {
             for group in StatGroup::ALL {
                 page += &draw(group.name(), &self.during[group].latency);
             }
         }
         page
-    }
-
-    fn heading(&self) -> String {
-        let Figures { name, seconds, .. } = &self.figures;
-        match self.is_whole {
-            true => format!("{name}: totals and average rates of the {seconds:.1} s since it was attached\n"),
-            false => format!("{name}: totals and rates of the last {seconds:.2} s\n"),
-        }
     }
 }
 
