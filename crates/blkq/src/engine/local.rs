@@ -59,22 +59,18 @@ impl Disk {
     /// Opens hardware queue `index`, for this thread to submit to and poll. Fails with
     /// [`Busy`](crate::ErrorKind::Busy) if the queue is already open, or with the error of the driver.
     pub fn open_queue(self: &Arc<Self>, index: usize) -> Result<LocalQueue, Error> {
-        LocalQueue::open(self, index)
-    }
-}
-
-impl LocalQueue {
-    pub(crate) fn open(disk: &Arc<Disk>, index: usize) -> Result<LocalQueue, Error> {
         let mut ring =
-            if disk.driver().uses_ring() { Some(Box::new(Ring::new(RING_ENTRIES)?)) } else { None };
-        let queue = Queue::open(disk, index, OWNER, ring.as_deref_mut())?;
-        let kick = disk.hardware_queue(index).kick.clone();
+            if self.driver().uses_ring() { Some(Box::new(Ring::new(RING_ENTRIES)?)) } else { None };
+        let queue = Queue::open(self, index, OWNER, ring.as_deref_mut())?;
+        let kick = self.hardware_queue(index).kick.clone();
         let mut opened =
             LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4), kick };
         opened.arm_kick();
         Ok(opened)
     }
+}
 
+impl LocalQueue {
     /// Submits an operation to the ring that completes when the kick is readable.
     fn arm_kick(&mut self) {
         if let Some(ring) = &mut self.ring {

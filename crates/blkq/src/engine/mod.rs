@@ -4,16 +4,17 @@
 //! what their clients sent, and submit it under one plug. Finally the engine flushes the plugs and enters the
 //! kernel once.
 
+mod handle;
 pub(crate) mod local;
 #[cfg(any(simulation, fuzz_interface))]
 mod simulated;
 mod source;
-mod sources;
-mod thread;
 mod worker;
 
+use std::fmt;
 use std::sync::Arc;
 
+use crate::bio::Completion;
 use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::Error;
@@ -21,14 +22,16 @@ use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
+use crate::sync::mpsc::channel;
+use crate::trace::TraceMemory;
 
+pub use handle::{EngineHandle, EngineThread, HangScanReply, StoppingSource};
+use handle::{Message, StopNotice};
 #[cfg(any(simulation, fuzz_interface))]
 #[doc(hidden)]
 pub use simulated::SimulatedEngine;
-pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StoppingSource};
-use source::{EngineParts, FIRST_SOURCE, Message};
-use sources::Sources;
-pub use thread::EngineThread;
+use source::{EngineParts, FIRST_SOURCE};
+pub use source::{Source, SourceContext, SourceId};
 pub use worker::Worker;
 
 const RING_ENTRIES: u32 = 512;
@@ -50,9 +53,18 @@ impl Drop for AbortOnUnwind {
     }
 }
 
+struct AttachedSource {
+    id: SourceId,
+    source: Box<dyn Source>,
+}
+
 struct Engine {
     parts: EngineParts,
-    sources: Sources,
+    /// The sources, indexed by the owner in their tokens, minus [`FIRST_SOURCE`].
+    attached: Vec<Option<AttachedSource>>,
+    stopping: Vec<StopNotice>,
+    /// The number of sources that were ever added.
+    generation: u64,
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
@@ -61,22 +73,31 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(queues: Vec<(Arc<Disk>, usize)>, handle: EngineHandle) -> Result<Engine, Error> {
+    fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<Engine, Error> {
         let mut ring = Ring::new(RING_ENTRIES)?;
         Registrar::new(&mut ring).require(&ENGINE_OPERATIONS)?;
-        handle.set_kernel_buffers(ring.kernel_buffers_left());
-        let kicks: Vec<_> =
-            queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
+        let kernel_buffers = ring.kernel_buffers_left();
         let open = |(owner, (disk, index)): (usize, &(Arc<Disk>, usize))| {
             Queue::open(disk, *index, owner as u16, Some(&mut ring))
         };
-        let mut queues: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
-        if queues.len() > 1 {
-            queues.iter_mut().for_each(|queue| queue.set_several_queues());
+        let mut opened: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+        let kicks: Vec<_> =
+            queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
+        if opened.len() > 1 {
+            opened.iter_mut().for_each(|queue| queue.set_several_queues());
         }
         let mut engine = Engine {
-            parts: EngineParts { ring, queues, handle, turn: 0, exits: false },
-            sources: Sources::new(),
+            parts: EngineParts {
+                ring,
+                queues: opened,
+                handle: EngineHandle::new(kicks[0].clone(), kernel_buffers),
+                turn: 0,
+                exits: false,
+                worker: Worker::new("blkq-worker"),
+            },
+            attached: Vec::new(),
+            stopping: Vec::new(),
+            generation: 0,
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
@@ -107,7 +128,7 @@ impl Engine {
     }
 
     fn is_stopped(&self) -> bool {
-        self.sources.are_stopped() && self.parts.queues.iter().all(Queue::is_drained)
+        self.sources().all(Source::is_stopped) && self.parts.queues.iter().all(Queue::is_drained)
     }
 
     fn turn(&mut self) {
@@ -119,19 +140,21 @@ impl Engine {
         }
         self.cqes = cqes;
         self.count_enters();
-        self.take_messages();
+        self.run_messages();
         for queue in &mut self.parts.queues {
             queue.begin_turn(Some(&mut self.parts.ring));
         }
         self.run_rounds();
-        self.sources.drop_stopped();
+        self.drop_stopped();
     }
 
     /// Runs rounds until no bio completes immediately, or a queue has used up the budget of its turn.
     fn run_rounds(&mut self) {
         for _ in 0..TURN_ROUNDS {
             self.deliver();
-            self.sources.on_turn(&mut self.parts);
+            for index in 0..self.attached.len() {
+                self.with_source(index, |source, cx| source.on_turn(cx));
+            }
             let EngineParts { ring, queues, .. } = &mut self.parts;
             queues.iter_mut().for_each(|queue| queue.dispatch_all(Some(&mut *ring)));
             // This is the last step, because dispatching a request may make it fail and be held. The next
@@ -148,25 +171,33 @@ impl Engine {
     /// overwrite what the same client has meanwhile written over another connection.
     #[inline]
     fn fail_abandoned(&mut self) {
-        let Engine { parts: EngineParts { ring, queues, .. }, sources, .. } = self;
+        let Engine { parts: EngineParts { ring, queues, .. }, attached, .. } = self;
         for queue in queues.iter_mut().filter(|queue| queue.has_held()) {
-            queue.fail_abandoned(Some(ring), |user_data| sources.is_abandoned(Token(user_data)));
+            queue.fail_abandoned(Some(ring), |user_data| {
+                submitter(attached, user_data).is_some_and(|(source, own)| source.is_abandoned(own))
+            });
         }
     }
 
     fn deliver(&mut self) {
         for index in 0..self.parts.queues.len() {
-            let Engine { parts, sources, .. } = self;
-            let queue = &mut parts.queues[index];
-            queue.name_failed(|user_data, text| sources.write_client(Token(user_data), text));
+            let queue = &mut self.parts.queues[index];
+            queue.name_failed(|user_data, text| write_client(&self.attached, user_data, text));
             let mut completed = std::mem::take(queue.completions_mut());
-            completed.drain(..).for_each(|completion| sources.on_bio(completion, parts));
+            completed.drain(..).for_each(|completion| self.complete_bio(completion));
             // Keeps the capacity that the list has grown to, unless more bios have completed meanwhile.
-            let queue = &mut parts.queues[index];
+            let queue = &mut self.parts.queues[index];
             if queue.completions().is_empty() {
                 *queue.completions_mut() = completed;
             }
         }
+    }
+
+    #[inline]
+    fn complete_bio(&mut self, mut completion: Completion) {
+        let token = Token(completion.user_data);
+        completion.user_data = token.payload();
+        self.with_source(source_index(token.owner()), |source, cx| source.on_bio(cx, completion));
     }
 
     /// Counts system calls for the first queue. The queues of an engine usually belong to one disk, whose
@@ -189,57 +220,35 @@ impl Engine {
             queue if queue < FIRST_SOURCE => {
                 self.parts.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.parts.ring));
             }
-            source => self.sources.on_cqe(source, cqe, &mut self.parts),
+            source => {
+                self.with_source(source_index(source), |source, cx| source.on_cqe(cx, cqe));
+            }
         }
     }
 
-    fn take_messages(&mut self) {
+    fn run_messages(&mut self) {
         let mut messages = std::mem::take(&mut self.messages);
         self.parts.handle.take_messages(&mut messages);
-        for message in messages.drain(..) {
-            match message {
-                Message::Add(make, reply) => {
-                    // Sending fails only if the receiver was dropped, and then no thread waits for the
-                    // answer.
-                    let _ = reply.send(self.add(make()));
-                }
-                Message::To(id, message) => {
-                    self.sources.with_id(id, &mut self.parts, |source, cx| source.on_message(cx, message));
-                }
-                Message::Stop { id, force, stopped } => {
-                    self.sources.stop(id, force, stopped, &mut self.parts);
-                }
-                Message::Register(job) => job(Registrar::new(&mut self.parts.ring)),
-                Message::ScanForHangs { now_ns, limit_ns, found } => {
-                    let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
-                }
-                Message::Trace(disk, memory) => {
-                    let of_disk =
-                        self.parts.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), &disk));
-                    of_disk.for_each(|queue| queue.set_trace(memory.as_ref()));
-                }
-                Message::Exit => {
-                    self.parts.exits = true;
-                    self.parts.queues.iter_mut().for_each(Queue::close_to_submitters);
-                    self.sources.stop_all(&mut self.parts);
-                }
-            }
-        }
+        messages.drain(..).for_each(|message| message(self));
         self.messages = messages;
+    }
+
+    fn trace(&mut self, disk: &Arc<Disk>, memory: Option<&Arc<TraceMemory>>) {
+        let of_disk = self.parts.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), disk));
+        of_disk.for_each(|queue| queue.set_trace(memory));
     }
 
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
-        let Engine { parts, sources, .. } = self;
-        for queue in &mut parts.queues {
-            queue.name_failed(|user_data, text| sources.write_client(Token(user_data), text));
+        for queue in &mut self.parts.queues {
+            queue.name_failed(|user_data, text| write_client(&self.attached, user_data, text));
             let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut scan.hangs {
                 // A bio without `user_data` is waited for by a thread, whose name the queue has recorded as
                 // the client.
                 let Some(user_data) = hang.user_data else { continue };
                 let mut client = String::new();
-                sources.write_client(Token(user_data), &mut client);
+                write_client(&self.attached, user_data, &mut client);
                 hang.client = (!client.is_empty()).then_some(client);
             }
             all.add(scan);
@@ -247,11 +256,69 @@ impl Engine {
         all
     }
 
+    fn sources(&self) -> impl Iterator<Item = &dyn Source> {
+        self.attached.iter().flatten().map(|attached| &*attached.source)
+    }
+
+    #[inline]
+    fn with_source<R>(
+        &mut self,
+        index: usize,
+        call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>) -> R,
+    ) -> Option<R> {
+        let attached = self.attached.get_mut(index)?.as_mut()?;
+        Some(call(&mut *attached.source, &mut SourceContext { parts: &mut self.parts, id: attached.id }))
+    }
+
+    /// Calls nothing if the source was dropped.
+    fn with_id(&mut self, id: SourceId, call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>)) {
+        let attached = self.attached.get(id.index()).and_then(Option::as_ref);
+        if attached.is_some_and(|attached| attached.id == id) {
+            self.with_source(id.index(), call);
+        }
+    }
+
     fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         if self.parts.exits {
-            return Err(source::exited());
+            return Err(handle::exited());
         }
-        self.sources.add(source, &mut self.parts)
+        let index = self.attached.iter().position(Option::is_none).unwrap_or(self.attached.len());
+        if index == self.attached.len() {
+            self.attached.push(None);
+        }
+        self.generation += 1;
+        let id = SourceId { owner: FIRST_SOURCE + index as u16, generation: self.generation };
+        self.attached[index] = Some(AttachedSource { id, source });
+        if let Some(Err(error)) = self.with_source(index, |source, cx| source.start(cx)) {
+            // The source may have pushed operations before it failed, so it has to be stopped like any other
+            // source.
+            self.stop(StopNotice { id, stopped: channel().0 }, false);
+            self.drop_stopped();
+            return Err(error);
+        }
+        Ok(id)
+    }
+
+    fn stop(&mut self, notice: StopNotice, force: bool) {
+        self.with_id(notice.id, |source, cx| source.stop(cx, force));
+        self.stopping.push(notice);
+    }
+
+    fn drop_stopped(&mut self) {
+        let attached = &mut self.attached;
+        self.stopping.retain(|&StopNotice { id, .. }| {
+            let Some(place) = attached.get_mut(id.index()) else { return false };
+            place.take_if(|attached| attached.id == id && attached.source.is_stopped());
+            place.as_ref().is_some_and(|attached| attached.id == id)
+        });
+    }
+
+    fn exit(&mut self) {
+        self.parts.exits = true;
+        self.parts.queues.iter_mut().for_each(Queue::close_to_submitters);
+        for index in 0..self.attached.len() {
+            self.with_source(index, |source, cx| source.stop(cx, true));
+        }
     }
 
     /// Enters the kernel once: submits, and waits for a completion if there is no other work.
@@ -278,7 +345,26 @@ impl Engine {
 
     fn deadline_ns(&self) -> Option<u64> {
         let queues = self.parts.queues.iter().filter_map(Queue::deadline_ns);
-        queues.chain(self.sources.deadline_ns()).min()
+        queues.chain(self.sources().filter_map(Source::deadline_ns)).min()
+    }
+}
+
+#[inline]
+fn source_index(owner: u16) -> usize {
+    usize::from(owner.wrapping_sub(FIRST_SOURCE))
+}
+
+/// The source that submitted the bio with this `user_data`, if any did, and the source's own `user_data`.
+fn submitter(attached: &[Option<AttachedSource>], user_data: u64) -> Option<(&dyn Source, u64)> {
+    let token = Token(user_data);
+    let attached = attached.get(source_index(token.owner()))?.as_ref()?;
+    Some((&*attached.source, token.payload()))
+}
+
+fn write_client(attached: &[Option<AttachedSource>], user_data: u64, text: &mut dyn fmt::Write) {
+    if let Some((source, own)) = submitter(attached, user_data) {
+        // The buffer may truncate the name.
+        let _ = source.write_client(own, text);
     }
 }
 

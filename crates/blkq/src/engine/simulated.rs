@@ -3,8 +3,7 @@ use std::sync::Arc;
 use crate::disk::Disk;
 use crate::error::Error;
 
-use super::Engine;
-use super::source::{EngineHandle, Message, Source, SourceId};
+use super::{Engine, EngineHandle, Source, SourceId};
 
 /// An engine that runs a turn when its owner calls for one, for the simulation and for fuzzers.
 pub struct SimulatedEngine(Engine);
@@ -12,9 +11,7 @@ pub struct SimulatedEngine(Engine);
 impl SimulatedEngine {
     /// Builds an engine as [`EngineThread::spawn`] does, with the same errors, but on this thread.
     pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
-        let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle::new(kick);
-        Engine::new(queues, handle).map(SimulatedEngine)
+        Engine::new(queues).map(SimulatedEngine)
     }
 
     /// A handle for sending messages to the engine's sources.
@@ -70,7 +67,7 @@ impl SimulatedEngine {
 
     /// Runs turns until nothing is in flight, then closes the queues.
     pub fn stop(mut self) {
-        self.0.parts.handle.post(Message::Exit);
+        self.0.parts.handle.post(Engine::exit);
         for _ in 0..100_000 {
             self.turn();
             if self.0.is_stopped() {

@@ -1,22 +1,19 @@
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use io_uring::{squeue, types};
 
 use crate::bio::{Bio, Completion};
 use crate::clock::monotonic_ns;
 use crate::disk::Disk;
-use crate::error::{Error, ErrorKind};
-use crate::kick::Kick;
+use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
-use crate::sync::mpsc::{Receiver, Sender, channel};
-use crate::sync::{Mutex, lock, receive, try_lock};
-use crate::trace::{TraceClient, TraceMemory};
+use crate::trace::TraceClient;
 
+use super::handle::EngineHandle;
 use super::worker::{Job, Worker};
 
 /// Owners in tokens of the ring: queues are numbered from 0, sources from here on, and the engine itself has
@@ -102,13 +99,13 @@ pub(super) struct EngineParts {
     pub handle: EngineHandle,
     pub turn: u64,
     pub exits: bool,
+    pub worker: Worker,
 }
 
 /// The part of the engine that a source can access.
 pub struct SourceContext<'a> {
     pub(super) parts: &'a mut EngineParts,
     pub(super) id: SourceId,
-    pub(super) worker: &'a mut Worker,
 }
 
 impl SourceContext<'_> {
@@ -205,7 +202,7 @@ impl SourceContext<'_> {
     /// getaddrinfo. If the job panics, nothing is delivered.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
         let work = self.work(job);
-        self.worker.run(work);
+        self.parts.worker.run(work);
     }
 
     /// Runs `job` as [`SourceContext::offload`] does, but on the source's own `worker`, so that it does not
@@ -223,150 +220,3 @@ impl SourceContext<'_> {
         Box::new(move || handle.send(id, job()))
     }
 }
-
-pub(super) enum Message {
-    Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
-    To(SourceId, Box<dyn Any + Send>),
-    Stop { id: SourceId, force: bool, stopped: Sender<()> },
-    Register(Box<dyn FnOnce(Registrar<'_>) + Send>),
-    ScanForHangs { now_ns: u64, limit_ns: u64, found: Sender<HangScan> },
-    Trace(Arc<Disk>, Option<Arc<TraceMemory>>),
-    Exit,
-}
-
-struct Mailbox {
-    /// `None` once the engine has exited.
-    messages: Mutex<Option<Vec<Message>>>,
-    kick: Arc<Kick>,
-    /// The number of kernel buffer slots of the engine's ring. Set once, when the ring was set up.
-    kernel_buffers: OnceLock<u16>,
-}
-
-/// A handle for sending messages to an engine from any thread.
-#[derive(Clone)]
-pub struct EngineHandle(Arc<Mailbox>);
-
-impl EngineHandle {
-    pub(super) fn new(kick: Arc<Kick>) -> EngineHandle {
-        let messages = Mutex::new(Some(Vec::new()));
-        EngineHandle(Arc::new(Mailbox { messages, kick, kernel_buffers: OnceLock::new() }))
-    }
-
-    pub(super) fn set_kernel_buffers(&self, slots: u16) {
-        let _ = self.0.kernel_buffers.set(slots);
-    }
-
-    /// Moves the posted messages into `messages`, which must be empty.
-    pub(super) fn take_messages(&self, messages: &mut Vec<Message>) {
-        // If the lock is taken, another thread is just posting a message. Its kick will wake the engine
-        // again.
-        if let Some(mut mail) = try_lock(&self.0.messages)
-            && let Some(posted) = &mut *mail
-        {
-            std::mem::swap(posted, messages);
-        }
-    }
-
-    pub(super) fn has_messages(&self) -> bool {
-        // If the lock is taken, another thread is just posting a message, so there is work.
-        try_lock(&self.0.messages)
-            .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()))
-    }
-
-    /// Called when the engine has stopped. Drops messages, so that threads do not wait for an answer.
-    pub(super) fn close(&self) {
-        let late = lock(&self.0.messages).take();
-        drop(late);
-    }
-
-    pub(super) fn post(&self, message: Message) {
-        // If the engine has stopped, the message is dropped, and a thread that waits for an answer receives
-        // an error.
-        if let Some(messages) = &mut *lock(&self.0.messages) {
-            messages.push(message);
-        }
-        self.0.kick.kick();
-    }
-
-    /// The number of buffer slots for the kernel to fill with which the engine's ring was set up
-    /// ([`Registrar::keep_kernel_buffers`]); 0 if the ring has no table of registered buffers.
-    pub fn kernel_buffers(&self) -> u16 {
-        self.0.kernel_buffers.get().copied().unwrap_or(0)
-    }
-
-    /// Builds a source on the engine's thread and starts it. Returns its id. Fails with the error of
-    /// [`Source::start`], or [`ErrorKind::System`] if the engine has exited.
-    pub fn add_source(
-        &self,
-        make: impl FnOnce() -> Box<dyn Source> + Send + 'static,
-    ) -> Result<SourceId, Error> {
-        let (sender, receiver) = channel();
-        self.post(Message::Add(Box::new(make), sender));
-        receive(&receiver).map_err(|_| exited())?
-    }
-
-    /// Runs `job` on the engine's thread between two turns, with the registrar of its ring, waits for it, and
-    /// returns its result. The engine does nothing else meanwhile. Fails with [`ErrorKind::System`] if the
-    /// engine has exited.
-    pub fn with_registrar<R: Send + 'static>(
-        &self,
-        job: impl FnOnce(Registrar<'_>) -> R + Send + 'static,
-    ) -> Result<R, Error> {
-        let (sender, receiver) = channel();
-        // Sending cannot fail: the receiver is waiting below.
-        self.post(Message::Register(Box::new(move |registrar| _ = sender.send(job(registrar)))));
-        receive(&receiver).map_err(|_| exited())
-    }
-
-    /// Sends `message` to source `id`. A message to a source that has stopped is dropped.
-    pub fn send(&self, id: SourceId, message: Box<dyn Any + Send>) {
-        self.post(Message::To(id, message));
-    }
-
-    /// Starts a scan for requests that have been in flight in the engine's queues for more than `limit_ns` at
-    /// `now_ns` of the monotonic clock: see [`hang`](crate::queue::hang). Does not wait. If the engine does
-    /// not answer for a long time, the engine itself hangs.
-    pub fn scan_for_hangs(&self, now_ns: u64, limit_ns: u64) -> HangScanReply {
-        let (found, scanned) = channel();
-        self.post(Message::ScanForHangs { now_ns, limit_ns, found });
-        scanned
-    }
-
-    /// Starts to trace the engine's queues of `disk`, each into its own ring of `memory`, or stops tracing if
-    /// there is no memory. Takes effect at the engine's next turn. Does not wait.
-    pub fn trace(&self, disk: &Arc<Disk>, memory: Option<Arc<TraceMemory>>) {
-        self.post(Message::Trace(disk.clone(), memory));
-    }
-
-    /// Starts to stop source `id`, and does not wait. To stop several sources, start with all of them before
-    /// waiting for the first: otherwise the other sources continue to serve their clients.
-    pub fn begin_stop(&self, id: SourceId, force: bool) -> StoppingSource {
-        let (stopped, receiver) = channel();
-        self.post(Message::Stop { id, force, stopped });
-        StoppingSource(receiver)
-    }
-
-    /// Stops source `id`, and waits until it has nothing in flight and was dropped.
-    pub fn stop_source(&self, id: SourceId, force: bool) {
-        self.begin_stop(id, force).wait();
-    }
-}
-
-pub(super) fn exited() -> Error {
-    Error::new(ErrorKind::System, "the engine has exited")
-}
-
-/// A source that is being stopped ([`EngineHandle::begin_stop`]).
-#[must_use = "the source may still have I/O in flight"]
-pub struct StoppingSource(Receiver<()>);
-
-impl StoppingSource {
-    /// Waits until the source has nothing in flight and was dropped.
-    pub fn wait(self) {
-        // An error means that the engine, and with it the source, has exited.
-        let _ = receive(&self.0);
-    }
-}
-
-/// Receives the result of [`EngineHandle::scan_for_hangs`].
-pub type HangScanReply = Receiver<HangScan>;
