@@ -1,5 +1,4 @@
 mod huge;
-#[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
 pub(crate) mod registration;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -70,7 +69,6 @@ pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 pub struct RegisteredMemory(u16);
 
 impl RegisteredMemory {
-    #[cfg(not(model_check))]
     pub(crate) fn new(number: u16) -> RegisteredMemory {
         RegisteredMemory(number)
     }
@@ -78,7 +76,6 @@ impl RegisteredMemory {
 
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
-        #[cfg(not(model_check))]
         registration::drop_buffer(self.0);
     }
 }
@@ -196,19 +193,14 @@ impl IoBuffer {
     /// Whether the buffer is registered with a ring that still exists
     /// ([`Registrar::register_buffer`](crate::Registrar::register_buffer)).
     pub fn is_registered(&self) -> bool {
-        #[cfg(not(model_check))]
-        return registration::is_open(self.registered);
-        #[cfg(model_check)]
-        return false;
+        registration::is_open(self.registered)
     }
 
-    #[cfg(not(model_check))]
     pub(crate) fn set_registration(&mut self, number: u16) {
         registration::drop_buffer(std::mem::replace(&mut self.registered, number));
     }
 
     /// Called when the ring has removed the buffer from its table.
-    #[cfg(not(model_check))]
     pub(crate) fn clear_registration(&mut self) {
         self.registered = Segment::UNREGISTERED;
     }
@@ -234,7 +226,6 @@ impl Drop for IoBuffer {
     // Not inlined, to keep the code small that moves buffers and rarely drops one.
     #[cold]
     fn drop(&mut self) {
-        #[cfg(not(model_check))]
         registration::drop_buffer(self.registered);
         let layout = Self::layout(self.len);
         if let Origin::Row = self.origin {

@@ -53,30 +53,33 @@ impl Entry {
     }
 }
 
-/// Indexed by number. Only pages with entries that were used occupy memory. Not available under the model
-/// checkers, which have no statics and whose ring registers nothing.
+/// Indexed by number. Only pages with entries that were used occupy memory.
 #[cfg(not(model_check))]
 static ENTRIES: [Entry; UNREGISTERED as usize] = [const { Entry(AtomicU64::new(0)) }; UNREGISTERED as usize];
+/// The model checkers have no statics, so their rings register nothing.
+#[cfg(model_check)]
+static ENTRIES: [Entry; 0] = [];
 
-#[cfg(not(model_check))]
 #[inline]
 pub(crate) fn entry(number: u16) -> Option<&'static Entry> {
     ENTRIES.get(usize::from(number))
 }
 
-/// Takes a free entry for slot `place` of the table of ring number `ring`; `None` if all are in use.
-#[cfg(not(model_check))]
-pub(crate) fn claim(ring: u64, place: u16) -> Option<u16> {
-    ENTRIES.iter().position(|entry| entry.claim(ring, place)).map(|number| number as u16)
+/// Takes a free entry for slot `place` of the table of ring number `ring`, and returns it with its number; `None` if
+/// all are in use.
+pub(crate) fn claim(ring: u64, place: u16) -> Option<(u16, &'static Entry)> {
+    ENTRIES
+        .iter()
+        .enumerate()
+        .find(|(_, entry)| entry.claim(ring, place))
+        .map(|(at, entry)| (at as u16, entry))
 }
 
-#[cfg(not(model_check))]
 pub(crate) fn is_open(number: u16) -> bool {
     entry(number).is_some_and(|entry| !entry.has_left(CLOSED))
 }
 
 /// Called when the buffer with registration `number` is dropped. Its ring removes it from its table later.
-#[cfg(not(model_check))]
 pub(crate) fn drop_buffer(number: u16) {
     if let Some(entry) = entry(number) {
         entry.leave(DROPPED);

@@ -1,28 +1,29 @@
 //! The io_uring of a thread: set-up with fallbacks for older kernels, probing, registered files and buffers,
 //! and a submission queue that never reports that it is full.
 
-#[cfg(not(model_check))]
-pub(crate) mod buffers;
-#[cfg(not(model_check))]
-mod memory;
-mod policy;
 mod registrar;
 #[cfg(simulation)]
 mod simulated;
-pub(crate) mod token;
+mod tables;
+mod token;
 #[cfg(model_check)]
 mod twin;
 #[cfg(not(any(simulation, loom, shuttle)))]
 mod uring;
+
 #[cfg(not(model_check))]
-mod watch;
+use std::os::fd::AsRawFd;
+#[cfg(not(model_check))]
+use std::sync::Arc;
+use std::sync::OnceLock;
 
-use io_uring::opcode;
+use io_uring::{opcode, types};
 
+use crate::buffer::Segment;
 use crate::error::Error;
+#[cfg(not(model_check))]
+use crate::kick::Kick;
 
-pub use policy::Policy;
-pub(crate) use policy::policy;
 pub use registrar::Registrar;
 #[cfg(simulation)]
 pub(crate) use simulated::Ring;
@@ -32,11 +33,28 @@ pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
+/// The operations that are permitted on the rings of a confined process. A system call filter does not see
+/// operations of a ring, so the ring itself has to be restricted.
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    /// The numbers (`opcode::X::CODE`) of the permitted operations. The kernel fails all others with EACCES.
+    pub operations: &'static [u8],
+    /// Called on the thread of each engine once its ring is set up. The engine sets up no other ring.
+    pub sealed: fn() -> Result<(), Error>,
+}
+
+static POLICY: OnceLock<Policy> = OnceLock::new();
+
 /// Applies `policy` to all rings set up from now on. Only the first call of a process takes effect.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
     uring::read_limits();
-    policy::set(policy);
+    // A second policy is either identical or too late, because rings may exist already.
+    let _ = POLICY.set(policy);
+}
+
+pub(crate) fn policy() -> Option<&'static Policy> {
+    POLICY.get()
 }
 
 /// The largest number of bytes that can be registered together: 1 GiB (io_uring/rsrc.c,
@@ -66,3 +84,37 @@ pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
     ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE),
     ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE),
 ];
+
+impl Ring {
+    /// The index of a registered file, for use in an entry. Panics if this ring has not registered the file.
+    #[inline]
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        slot.of_ring(self.tables.ring)
+    }
+
+    /// The slot of the registered buffer in which `segment` lies, for use in an entry. `None` if the buffer
+    /// is not registered with this ring, or not all of the segment is registered.
+    #[inline]
+    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
+        self.tables.place_of(segment)
+    }
+
+    pub fn kernel_buffers_left(&self) -> u16 {
+        self.tables.kernel_buffers.len() as u16
+    }
+
+    pub fn counters(&self) -> RingCounters {
+        self.counters
+    }
+
+    /// Completes `token` once, when `kick`'s descriptor is readable. Must be called again for the next kick.
+    ///
+    /// # Safety
+    /// The kick must exist until that completion, or until the ring is dropped.
+    #[cfg(not(model_check))]
+    pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
+        let entry = opcode::PollAdd::new(types::Fd(kick.fd().as_raw_fd()), libc::POLLIN as u32).build();
+        // SAFETY: the caller keeps the kick's descriptor open; the entry refers to no memory.
+        unsafe { self.push(entry, token) }
+    }
+}

@@ -2,7 +2,7 @@
 //! itself is never lent: code that borrowed two rings could swap them, and completions would reach a queue
 //! that did not submit the operations.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
 use super::{FileSlot, Ring};
@@ -39,14 +39,26 @@ impl<'a> Registrar<'a> {
     /// Adds `fd` to the ring's file table, which keeps the file open. Fails with
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
-        self.0.register_file(fd)
+        let Some(slot) = self.0.tables.free_files.pop() else {
+            return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
+        };
+        match self.0.update_file(slot, fd.as_raw_fd()) {
+            Ok(()) => Ok(FileSlot::new(self.0.tables.ring, slot)),
+            Err(e) => {
+                self.0.tables.free_files.push(slot);
+                Err(Error::system("cannot register a file with io_uring", e))
+            }
+        }
     }
 
     /// Removes a file from the table and leaves `slot` empty. Operations in flight keep the file open. If a
     /// slot is dropped instead, the file stays in the table until the ring is dropped. Panics if the slot is
     /// empty, or belongs to another ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
-        self.0.unregister_file(slot);
+        let slot = slot.take(self.0.tables.ring);
+        if self.0.update_file(slot, -1).is_ok() {
+            self.0.tables.free_files.push(slot);
+        }
     }
 
     /// Registers `buffer`, so that direct I/O need not pin its pages each time. It is not an error if a
@@ -54,20 +66,29 @@ impl<'a> Registrar<'a> {
     /// before. For other rings a registered buffer is an ordinary buffer. If a registered buffer is dropped,
     /// it is removed from the table when room is needed.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        self.0.register_buffer(buffer);
+        self.register_front(buffer, buffer.len());
     }
 
     /// Registers the first `bytes` of `buffer`, as [`Registrar::register_buffer`] does; the buffer must have
     /// at least that number of bytes. Only I/O inside these bytes uses the registration. While the buffer is
     /// registered, none of its pages can be released.
     pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
-        self.0.register_front(buffer, bytes);
+        if !self.0.tables.has_room(bytes) {
+            self.unregister_dropped();
+        }
+        let Some(place) = self.0.tables.insert(buffer, bytes) else { return };
+        if self.0.update_buffer(place, buffer.as_mut_ptr(), bytes).is_err() {
+            self.0.tables.remove(place, true);
+            buffer.clear_registration();
+        }
     }
 
     /// Removes the registration of [`Registrar::register_buffer`] or [`Registrar::register_front`]. Does
     /// nothing with a buffer that is registered with another ring.
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        self.0.unregister_buffer(buffer);
+        let Some(place) = self.0.tables.place(buffer.segment().registered) else { return };
+        self.unregister_place(place);
+        buffer.clear_registration();
     }
 
     /// Registers memory that is not an [`IoBuffer`]: `bytes` bytes from `start` on, 1 to
@@ -93,20 +114,41 @@ impl<'a> Registrar<'a> {
         bytes: usize,
         owner: MemoryOwner,
     ) -> Result<RegisteredMemory, Error> {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.register_memory(start, bytes, owner) }
+        self.unregister_dropped();
+        // There is no end to check: users of such memory promise to name only parts of it.
+        let claimed = self.0.tables.claim(0, usize::MAX, Some(owner));
+        let (place, number) = claimed.ok_or_else(table_is_full)?;
+        match self.0.update_buffer(place, start.as_ptr(), bytes) {
+            Ok(()) => Ok(RegisteredMemory::new(number)),
+            Err(error) => {
+                self.0.tables.remove(place, true);
+                Err(Error::system("cannot register memory with io_uring", error))
+            }
+        }
     }
 
     /// Unregisters buffers and memory that were dropped. Operations in flight keep their pages pinned.
     pub fn unregister_dropped(&mut self) {
-        self.0.unregister_dropped();
+        while let Some(place) = self.0.tables.next_dropped() {
+            self.unregister_place(place);
+        }
+    }
+
+    fn unregister_place(&mut self, place: u16) {
+        let done = self.0.update_buffer(place, std::ptr::null_mut(), 0);
+        self.0.tables.remove(place, done.is_ok());
     }
 
     /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
     /// dropped. Returns the first of them. Fails with [`ErrorKind::System`](crate::ErrorKind::System) if
     /// fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
-        self.0.keep_kernel_buffers(count)
+        let left = &mut self.0.tables.kernel_buffers;
+        if count > left.end - left.start {
+            return Err(table_is_full());
+        }
+        left.start += count;
+        Ok(left.start - count)
     }
 
     /// Announces that operations on registered files will be in flight when the ring is dropped, and never
@@ -115,4 +157,8 @@ impl<'a> Registrar<'a> {
     pub fn abandon(&mut self) {
         self.0.abandon();
     }
+}
+
+fn table_is_full() -> Error {
+    Error::new(ErrorKind::System, "the ring's table of registered buffers is full")
 }

@@ -1,34 +1,32 @@
 //! The ring of the simulated kernel, with the interface of the real ring.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::RawFd;
 use std::time::Duration;
 
-use io_uring::{squeue, types};
+use io_uring::squeue;
 
-use super::buffers::BufferTable;
-use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::error::{Error, ErrorKind};
+use super::tables::Tables;
+use super::{Cqe, RingCounters, Token};
+use crate::error::Error;
 use crate::simulation::world;
 
+const FILE_SLOTS: u32 = 1024;
 const BUFFER_SLOTS: u16 = 64;
 
 pub struct Ring {
-    id: u64,
     queued: Vec<squeue::Entry>,
-    files: Vec<i32>,
-    pub(super) buffers: BufferTable,
-    counters: RingCounters,
+    files: Vec<RawFd>,
+    pub(super) tables: Tables,
+    pub(super) counters: RingCounters,
 }
 
 #[allow(missing_docs, reason = "documented at the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
-        let id = new_ring_id();
         Ok(Ring {
-            id,
             queued: Vec::new(),
-            files: Vec::new(),
-            buffers: BufferTable::new(id, BUFFER_SLOTS, usize::MAX),
+            files: vec![-1; FILE_SLOTS as usize],
+            tables: Tables::new(FILE_SLOTS, BUFFER_SLOTS, usize::MAX, 0),
             counters: RingCounters::default(),
         })
     }
@@ -50,7 +48,7 @@ impl Ring {
     pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
         if !self.queued.is_empty() {
             self.counters.early_submissions += 1;
-            self.submit();
+            self.enter(0, None);
         }
         // SAFETY: the caller's promise.
         unsafe { self.push(entry, token) }
@@ -58,10 +56,6 @@ impl Ring {
 
     pub fn has_submissions(&mut self) -> bool {
         !self.queued.is_empty()
-    }
-
-    pub fn submit(&mut self) {
-        self.enter(0, None);
     }
 
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
@@ -79,41 +73,16 @@ impl Ring {
         self.counters.completions += (into.len() - before) as u64;
     }
 
-    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
-        self.files.push(fd.as_raw_fd());
-        Ok(FileSlot::new(self.id, self.files.len() as u32 - 1))
-    }
-
-    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        slot.of_ring(self.id)
-    }
-
-    pub fn unregister_file(&mut self, slot: &mut FileSlot) {
-        slot.take(self.id);
-    }
-
-    pub(super) fn update_buffer(
-        &mut self,
-        _place: u16,
-        _start: *mut u8,
-        _bytes: usize,
-    ) -> std::io::Result<()> {
+    pub(super) fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {
+        self.files[slot as usize] = fd;
         Ok(())
     }
 
-    pub fn kernel_buffers_left(&self) -> u16 {
-        0
-    }
-
-    pub fn keep_kernel_buffers(&mut self, _count: u16) -> Result<u16, Error> {
-        Err(Error::new(ErrorKind::Unsupported, "the simulated kernel has no buffers of its own"))
+    pub(super) fn update_buffer(&mut self, _: u16, _: *mut u8, _: usize) -> std::io::Result<()> {
+        Ok(())
     }
 
     pub fn abandon(&mut self) {}
-
-    pub fn counters(&self) -> RingCounters {
-        self.counters
-    }
 }
 
 impl Drop for Ring {

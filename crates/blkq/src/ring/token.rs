@@ -58,14 +58,6 @@ pub struct RingCounters {
     pub completions: u64,
 }
 
-/// A number that no other ring of the process has had. 0 means no ring.
-#[cfg(not(model_check))]
-pub(crate) fn new_ring_id() -> u64 {
-    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Relaxed)
-}
-
 /// A file in a ring's table. Operations on it avoid the reference counting of descriptors. Created by
 /// [`Registrar::register_file`](crate::Registrar::register_file), and valid only for that ring until the file
 /// is unregistered.
@@ -77,7 +69,6 @@ pub struct FileSlot {
 }
 
 impl FileSlot {
-    #[cfg(not(model_check))]
     pub(crate) fn new(ring: u64, index: u32) -> FileSlot {
         FileSlot { ring, index }
     }
@@ -91,7 +82,6 @@ impl FileSlot {
     }
 
     /// Empties the slot and returns its index in ring number `ring`, as [`FileSlot::of_ring`] does.
-    #[cfg(not(model_check))]
     pub(crate) fn take(&mut self, ring: u64) -> u32 {
         let types::Fixed(index) = self.of_ring(ring);
         self.ring = 0;

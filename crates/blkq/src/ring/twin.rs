@@ -1,28 +1,28 @@
 //! The ring under the model checkers: it can wait for kicks, and supports no other operation.
 
-use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use io_uring::{squeue, types};
+use io_uring::squeue;
 
-use super::token::{Cqe, FileSlot, RingCounters, Token};
-use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
-use crate::error::{Error, ErrorKind};
+use super::tables::Tables;
+use super::{Cqe, RingCounters, Token};
+use crate::error::Error;
 use crate::kick::Kick;
 use crate::sync::thread;
 
 pub struct Ring {
     /// The kick for which the ring waits, once.
     watched: Option<(Arc<Kick>, Token)>,
-    counters: RingCounters,
+    pub(super) tables: Tables,
+    pub(super) counters: RingCounters,
 }
 
 #[allow(missing_docs, reason = "documented at the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
-        Ok(Ring { watched: None, counters: RingCounters::default() })
+        Ok(Ring { watched: None, tables: Tables::new(0, 0, 0, 0), counters: RingCounters::default() })
     }
 
     pub fn supports(&self, _code: u8) -> bool {
@@ -70,50 +70,13 @@ impl Ring {
         }
     }
 
-    pub fn register_file(&mut self, _fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
-        Err(Error::new(ErrorKind::Unsupported, "a model has no files"))
+    pub(super) fn update_file(&mut self, _: u32, _: RawFd) -> std::io::Result<()> {
+        unreachable!("a model registers nothing");
     }
 
-    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        slot.of_ring(0)
-    }
-
-    pub fn unregister_file(&mut self, _slot: &mut FileSlot) {}
-
-    pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
-
-    pub fn register_front(&mut self, _buffer: &mut IoBuffer, _bytes: usize) {}
-
-    pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
-
-    /// # Safety
-    /// The requirements of the real ring apply.
-    pub unsafe fn register_memory(
-        &mut self,
-        _start: NonNull<u8>,
-        _bytes: usize,
-        _owner: MemoryOwner,
-    ) -> Result<RegisteredMemory, Error> {
-        Err(Error::new(ErrorKind::Unsupported, "a model registers nothing"))
-    }
-
-    pub fn unregister_dropped(&mut self) {}
-
-    pub fn registered_buffer(&self, _segment: &Segment) -> Option<u16> {
-        None
-    }
-
-    pub fn kernel_buffers_left(&self) -> u16 {
-        0
-    }
-
-    pub fn keep_kernel_buffers(&mut self, _count: u16) -> Result<u16, Error> {
-        Err(Error::new(ErrorKind::Unsupported, "a model has no buffers of the kernel's"))
+    pub(super) fn update_buffer(&mut self, _: u16, _: *mut u8, _: usize) -> std::io::Result<()> {
+        unreachable!("a model registers nothing");
     }
 
     pub fn abandon(&mut self) {}
-
-    pub fn counters(&self) -> RingCounters {
-        self.counters
-    }
 }

@@ -1,5 +1,4 @@
-use std::ops::Range;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,15 +7,14 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
-use super::buffers::{BufferTable, table_is_full};
-use super::policy::policy;
-use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::error::{Error, ErrorKind};
+use super::tables::Tables;
+use super::{Cqe, RingCounters, Token, policy};
+use crate::error::Error;
 
 /// The number of slots of the table of registered files. Halved while the process cannot open that many.
 const FILE_SLOTS: u32 = 1024;
 const FILE_SLOTS_MIN: u32 = 16;
-/// The number of slots of the table of registered buffers that [`Ring::register_buffer`] fills.
+/// The number of slots of the table of registered buffers that [`Registrar`](super::Registrar) fills.
 const BUFFER_SLOTS: u16 = 1024;
 /// The number of further slots, which only the kernel fills: as many as a ublk queue can have tags.
 const KERNEL_SLOTS: u16 = 4096;
@@ -44,13 +42,9 @@ const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
 /// completions when that thread enters it).
 pub struct Ring {
     uring: IoUring,
-    id: u64,
     probe: Probe,
-    files: Vec<u32>,
-    pub(super) buffers: BufferTable,
-    /// The slots for the kernel that [`Ring::keep_kernel_buffers`] has not reserved.
-    kernel_buffers: Range<u16>,
-    counters: RingCounters,
+    pub(super) tables: Tables,
+    pub(super) counters: RingCounters,
     /// The number of submissions through [`Ring::push_early`] since the last call into the kernel.
     unsubmitted_io: u32,
     /// Completions that were reaped before [`Ring::reap_all`] to make room in the completion queue.
@@ -98,26 +92,21 @@ impl Ring {
             file_slots /= 2;
         }
         // Without enough lockable memory, the ring has no table of buffers, and buffers are not registered.
-        let slots = BUFFER_SLOTS + KERNEL_SLOTS;
-        let (buffer_slots, kernel_buffers) = match submitter.register_buffers_sparse(u32::from(slots)) {
-            Ok(()) => (BUFFER_SLOTS, BUFFER_SLOTS..slots),
-            Err(_) => (0, 0..0),
+        let slots = u32::from(BUFFER_SLOTS + KERNEL_SLOTS);
+        let (buffer_slots, kernel_slots) = match submitter.register_buffers_sparse(slots) {
+            Ok(()) => (BUFFER_SLOTS, KERNEL_SLOTS),
+            Err(_) => (0, 0),
         };
-        let files = (0..file_slots).rev().collect();
         if let Some(policy) = policy() {
             // The kernel rejects a list that contains unknown operations.
             let known = policy.operations.iter().copied().filter(|code| probe.is_supported(*code));
             restrict(&uring, known)
                 .map_err(|e| Error::system("cannot restrict io_uring to the operations that blkq uses", e))?;
         }
-        let id = new_ring_id();
         Ok(Ring {
             uring,
-            id,
             probe,
-            files,
-            buffers: BufferTable::new(id, buffer_slots, *REGISTERED_MAX),
-            kernel_buffers,
+            tables: Tables::new(file_slots, buffer_slots, *REGISTERED_MAX, kernel_slots),
             counters: RingCounters::default(),
             unsubmitted_io: 0,
             reaped: Vec::new(),
@@ -139,7 +128,7 @@ impl Ring {
         self.counters.submissions += 1;
         // SAFETY: the caller keeps the entry's memory and descriptors valid.
         while unsafe { self.uring.submission().push(&entry) }.is_err() {
-            self.submit();
+            self.enter(0, None);
             if self.uring.submission().is_full() {
                 self.make_room();
             }
@@ -155,7 +144,7 @@ impl Ring {
     pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
         if self.unsubmitted_io >= EARLY_SUBMISSION_BATCH {
             self.counters.early_submissions += 1;
-            self.submit();
+            self.enter(0, None);
         }
         self.unsubmitted_io += 1;
         // SAFETY: the caller keeps the entry's memory and descriptors valid.
@@ -174,10 +163,6 @@ impl Ring {
     #[inline]
     pub fn has_submissions(&mut self) -> bool {
         !self.uring.submission().is_empty()
-    }
-
-    pub fn submit(&mut self) {
-        self.enter(0, None);
     }
 
     /// Submits the queued entries and lets the kernel post completions, which a DEFER_TASKRUN ring does only
@@ -238,33 +223,7 @@ impl Ring {
         self.counters.completions += (into.len() - before) as u64;
     }
 
-    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
-        let Some(slot) = self.files.pop() else {
-            return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
-        };
-        match self.update_file(slot, fd.as_raw_fd()) {
-            Ok(()) => Ok(FileSlot::new(self.id, slot)),
-            Err(e) => {
-                self.files.push(slot);
-                Err(Error::system("cannot register a file with io_uring", e))
-            }
-        }
-    }
-
-    /// The index of a registered file, for use in an entry. Panics if this ring has not registered the file.
-    #[inline]
-    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        slot.of_ring(self.id)
-    }
-
-    pub fn unregister_file(&mut self, slot: &mut FileSlot) {
-        let slot = slot.take(self.id);
-        if self.update_file(slot, -1).is_ok() {
-            self.files.push(slot);
-        }
-    }
-
-    fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {
+    pub(super) fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {
         self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
     }
 
@@ -274,30 +233,13 @@ impl Ring {
         let iovec = libc::iovec { iov_base: start.cast(), iov_len: bytes };
         // SAFETY: the kernel pins the pages itself, and unpins them when the slot is released or the ring is closed.
         // An entry names the slot only for memory of its buffer (`Ring::registered_buffer`), or of its owner
-        // (`Ring::register_memory`).
+        // (`Registrar::register_memory`).
         unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) }
             .map(|_| ())
     }
 
-    pub fn kernel_buffers_left(&self) -> u16 {
-        self.kernel_buffers.len() as u16
-    }
-
-    pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
-        let Range { start, end } = self.kernel_buffers;
-        if count > end - start {
-            return Err(table_is_full());
-        }
-        self.kernel_buffers.start += count;
-        Ok(start)
-    }
-
     pub fn abandon(&mut self) {
         self.abandoned = true;
-    }
-
-    pub fn counters(&self) -> RingCounters {
-        self.counters
     }
 }
 

@@ -89,6 +89,10 @@ impl Harness {
         })
     }
 
+    pub fn registrar(&mut self) -> Option<Registrar<'_>> {
+        self.ring.as_mut().map(Registrar::new)
+    }
+
     fn with<R>(&mut self, f: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R) -> R {
         let mut cx = DriverContext {
             requests: &mut self.requests,

@@ -71,7 +71,7 @@ fn registered_memory_is_used_in_place() {
         let mut h = Harness::open(&device).unwrap();
         let mut buffers = [pattern(8192, 1), filled(8192, 0xEE)];
         for buffer in &mut buffers {
-            h.ring.as_mut().unwrap().register_buffer(buffer);
+            h.registrar().unwrap().register_buffer(buffer);
             assert!(buffer.is_registered());
         }
         let [source, target] = buffers;

@@ -1,43 +1,48 @@
 //! The ring of the kernel: tables of files and buffers, restrictions, and when it submits.
 
 use std::cell::Cell;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use io_uring::opcode;
 
 use super::*;
 use crate::buffer::IoBuffer;
+use crate::ring::Registrar;
+
+fn registrar(ring: &mut Ring) -> Registrar<'_> {
+    Registrar::new(ring)
+}
 
 #[test]
 fn slots_for_the_kernel_are_allocated_once_apart_from_others() {
     let mut ring = Ring::new(4).unwrap();
     assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS);
-    let first = ring.keep_kernel_buffers(4000).unwrap();
+    let first = registrar(&mut ring).keep_kernel_buffers(4000).unwrap();
     assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS - 4000);
     let mut buffer = IoBuffer::zeroed(4096);
-    ring.register_buffer(&mut buffer);
+    registrar(&mut ring).register_buffer(&mut buffer);
     assert!(ring.registered_buffer(&buffer.segment()).unwrap() < first);
-    assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
-    assert!(ring.keep_kernel_buffers(7).is_err());
-    ring.unregister_buffer(&mut buffer);
+    assert_eq!(registrar(&mut ring).keep_kernel_buffers(90).unwrap(), first + 4000);
+    assert!(registrar(&mut ring).keep_kernel_buffers(7).is_err());
+    registrar(&mut ring).unregister_buffer(&mut buffer);
 }
 
 #[test]
 fn a_file_slot_is_valid_for_its_ring_until_it_is_unregistered() {
     let file = std::fs::File::open("/proc/self/exe").unwrap();
     let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
-    let mut slot = ring.register_file(file.as_fd()).unwrap();
-    let mut foreign = other.register_file(file.as_fd()).unwrap();
+    let mut slot = registrar(&mut ring).register_file(file.as_fd()).unwrap();
+    let mut foreign = registrar(&mut other).register_file(file.as_fd()).unwrap();
     assert_eq!(ring.file(&slot).0, other.file(&foreign).0, "both tables have it in the same place");
     let mut refused =
         |attempt: &mut dyn FnMut(&mut Ring)| catch_unwind(AssertUnwindSafe(|| attempt(&mut ring))).is_err();
     assert!(refused(&mut |ring| _ = ring.file(&foreign)));
-    assert!(refused(&mut |ring| ring.unregister_file(&mut foreign)));
-    assert!(!refused(&mut |ring| ring.unregister_file(&mut slot)));
+    assert!(refused(&mut |ring| registrar(ring).unregister_file(&mut foreign)));
+    assert!(!refused(&mut |ring| registrar(ring).unregister_file(&mut slot)));
     assert!(refused(&mut |ring| _ = ring.file(&slot)));
-    assert!(refused(&mut |ring| ring.unregister_file(&mut slot)));
-    other.unregister_file(&mut foreign);
+    assert!(refused(&mut |ring| registrar(ring).unregister_file(&mut slot)));
+    registrar(&mut other).unregister_file(&mut foreign);
 }
 
 #[test]
@@ -57,14 +62,14 @@ fn only_missing_memory_makes_ring_setup_wait() {
 #[test]
 fn buffers_are_registered_up_to_a_share_of_lockable_memory() {
     let mut ring = Ring::new(4).unwrap();
-    ring.buffers.bytes_max = 8192;
+    ring.tables.bytes_max = 8192;
     let mut buffers = [IoBuffer::zeroed(4096), IoBuffer::zeroed(4096), IoBuffer::zeroed(4096)];
-    buffers.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
+    buffers.iter_mut().for_each(|buffer| registrar(&mut ring).register_buffer(buffer));
     assert_eq!(buffers.each_ref().map(IoBuffer::is_registered), [true, true, false]);
-    ring.unregister_buffer(&mut buffers[0]);
-    ring.register_buffer(&mut buffers[2]);
+    registrar(&mut ring).unregister_buffer(&mut buffers[0]);
+    registrar(&mut ring).register_buffer(&mut buffers[2]);
     assert!(buffers[2].is_registered());
-    buffers.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
+    buffers.iter_mut().for_each(|buffer| registrar(&mut ring).unregister_buffer(buffer));
 }
 
 /// Reads the beginning of this program into `buffer`, through its registration if the ring has one, and
@@ -91,13 +96,13 @@ fn read_into(ring: &mut Ring, buffer: &mut IoBuffer) -> i32 {
 fn other_rings_ignore_a_registered_buffer() {
     let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
     let (mut buffer, mut foreign) = (IoBuffer::zeroed(4096), IoBuffer::zeroed(4096));
-    ring.register_buffer(&mut buffer);
-    other.register_buffer(&mut foreign);
+    registrar(&mut ring).register_buffer(&mut buffer);
+    registrar(&mut other).register_buffer(&mut foreign);
     assert_eq!(ring.registered_buffer(&buffer.segment()), other.registered_buffer(&foreign.segment()));
     assert_eq!(ring.registered_buffer(&foreign.segment()), None);
     // Registering again, and unregistering with another ring, have no effect.
-    ring.register_buffer(&mut foreign);
-    ring.unregister_buffer(&mut foreign);
+    registrar(&mut ring).register_buffer(&mut foreign);
+    registrar(&mut ring).unregister_buffer(&mut foreign);
     assert!(foreign.is_registered() && buffer.is_registered());
     for buffer in [&mut buffer, &mut foreign] {
         assert_eq!(read_into(&mut ring, buffer), 4096);
@@ -105,26 +110,26 @@ fn other_rings_ignore_a_registered_buffer() {
     }
     drop(other);
     assert!(!foreign.is_registered());
-    ring.register_buffer(&mut foreign);
+    registrar(&mut ring).register_buffer(&mut foreign);
     assert!(ring.registered_buffer(&foreign.segment()).is_some());
 }
 
 #[test]
 fn a_buffer_dropped_while_registered_leaves_nothing_behind() {
     let mut ring = Ring::new(4).unwrap();
-    ring.buffers.bytes_max = 4 * 4096;
+    ring.tables.bytes_max = 4 * 4096;
     let mut kept = IoBuffer::zeroed(4096);
-    ring.register_buffer(&mut kept);
+    registrar(&mut ring).register_buffer(&mut kept);
     // More buffers than the table has slots or bytes. The heap places them at the same addresses.
     for _ in 0..2000 {
         let mut buffer = IoBuffer::zeroed(4096);
-        ring.register_buffer(&mut buffer);
+        registrar(&mut ring).register_buffer(&mut buffer);
         assert!(buffer.is_registered());
         std::thread::scope(|scope| _ = scope.spawn(move || drop(buffer)));
     }
     assert_eq!(read_into(&mut ring, &mut kept), 4096);
     let mut last = IoBuffer::zeroed(4096);
-    ring.register_buffer(&mut last);
+    registrar(&mut ring).register_buffer(&mut last);
     assert_eq!(read_into(&mut ring, &mut last), 4096);
     assert_eq!(&last[..4], b"\x7fELF");
 }
@@ -172,7 +177,7 @@ fn early_submission_submits_before_the_fifth() {
         (enters, early_submissions, ring.uring.submission().len())
     };
     assert_eq!(push(&mut ring, 4), (0, 0, 4));
-    ring.submit();
+    ring.enter(0, None);
     assert_eq!(push(&mut ring, 4), (1, 0, 4));
     assert_eq!(push(&mut ring, 5), (3, 2, 1));
     let mut cqes = Vec::new();

@@ -1,11 +1,12 @@
-use crate::buffer::registration::{self, CLOSED, DROPPED};
-use crate::buffer::{IoBuffer, MemoryOwner, Segment};
-use crate::error::{Error, ErrorKind};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A slot of the table that is in use, by a buffer or by other memory.
+use crate::buffer::registration::{self, CLOSED, DROPPED, Entry};
+use crate::buffer::{IoBuffer, MemoryOwner, Segment};
+
+/// A slot of the table of buffers that is in use, by a buffer or by other memory.
 struct TableEntry {
-    /// The number in the process-wide table of registrations.
-    number: u16,
+    registration: &'static Entry,
     /// The number of registered bytes of a buffer; 0 for other memory, which counts towards no limit.
     bytes: usize,
     /// Kept while the kernel has the memory pinned, so that nothing else is mapped at its address.
@@ -13,9 +14,11 @@ struct TableEntry {
     owner: Option<MemoryOwner>,
 }
 
-/// The table of registered buffers of one ring.
-pub(crate) struct BufferTable {
-    ring: u64,
+/// The tables of registered files and buffers of one ring.
+pub(crate) struct Tables {
+    /// The number of the ring, which no other ring of the process has had.
+    pub ring: u64,
+    pub free_files: Vec<u32>,
     free: Vec<u16>,
     entries: Box<[Option<TableEntry>]>,
     /// The ends of the registrations, indexed by slot: the address just after the registered bytes.
@@ -23,14 +26,25 @@ pub(crate) struct BufferTable {
     /// The number of registered bytes of buffers, and its limit.
     bytes: usize,
     pub bytes_max: usize,
+    /// The slots that only the kernel fills, and that are not reserved yet.
+    pub kernel_buffers: Range<u16>,
 }
 
-impl BufferTable {
-    /// A table of `places` slots for ring number `ring`, with buffers of at most `bytes_max` bytes together.
-    pub fn new(ring: u64, places: u16, bytes_max: usize) -> BufferTable {
-        let entries = (0..places).map(|_| None).collect();
-        let ends = vec![0; usize::from(places)].into_boxed_slice();
-        BufferTable { ring, free: (0..places).rev().collect(), entries, ends, bytes: 0, bytes_max }
+impl Tables {
+    /// Tables with slots for `files` files, `buffers` buffers of at most `bytes_max` bytes together, and
+    /// `kernel_buffers` buffers of the kernel.
+    pub fn new(files: u32, buffers: u16, bytes_max: usize, kernel_buffers: u16) -> Tables {
+        static NEXT_RING: AtomicU64 = AtomicU64::new(1);
+        Tables {
+            ring: NEXT_RING.fetch_add(1, Relaxed),
+            free_files: (0..files).rev().collect(),
+            free: (0..buffers).rev().collect(),
+            entries: (0..buffers).map(|_| None).collect(),
+            ends: vec![0; usize::from(buffers)].into_boxed_slice(),
+            bytes: 0,
+            bytes_max,
+            kernel_buffers: buffers..buffers + kernel_buffers,
+        }
     }
 
     pub fn has_room(&self, bytes: usize) -> bool {
@@ -49,20 +63,15 @@ impl BufferTable {
         Some(place)
     }
 
-    /// Assigns a slot to memory of `owner`, of any size. Returns the slot and the number of the registration;
-    /// `None` if the table is full.
-    pub fn insert_memory(&mut self, owner: MemoryOwner) -> Option<(u16, u16)> {
-        // There is no end to check: users of such memory promise to name only parts of it.
-        self.claim(0, usize::MAX, Some(owner))
-    }
-
-    fn claim(&mut self, bytes: usize, end: usize, owner: Option<MemoryOwner>) -> Option<(u16, u16)> {
+    /// Assigns a slot to the memory that ends at `end`. Returns the slot and the number of the registration;
+    /// `None` if the table is full. The table keeps `owner` until the kernel has unpinned the pages.
+    pub fn claim(&mut self, bytes: usize, end: usize, owner: Option<MemoryOwner>) -> Option<(u16, u16)> {
         let place = self.free.pop()?;
-        let Some(number) = registration::claim(self.ring, place) else {
+        let Some((number, registration)) = registration::claim(self.ring, place) else {
             self.free.push(place);
             return None;
         };
-        self.entries[usize::from(place)] = Some(TableEntry { number, bytes, owner });
+        self.entries[usize::from(place)] = Some(TableEntry { registration, bytes, owner });
         self.ends[usize::from(place)] = end;
         self.bytes += bytes;
         Some((place, number))
@@ -84,10 +93,7 @@ impl BufferTable {
     /// The slot of a buffer that was dropped, if there is one.
     pub fn next_dropped(&self) -> Option<u16> {
         let dropped = |entry: &Option<TableEntry>| {
-            entry
-                .as_ref()
-                .and_then(|entry| registration::entry(entry.number))
-                .is_some_and(|registration| registration.has_left(DROPPED))
+            entry.as_ref().is_some_and(|entry| entry.registration.has_left(DROPPED))
         };
         self.entries.iter().position(dropped).map(|place| place as u16)
     }
@@ -97,9 +103,7 @@ impl BufferTable {
     pub fn remove(&mut self, place: u16, reusable: bool) {
         let Some(entry) = self.entries[usize::from(place)].take() else { return };
         self.bytes -= entry.bytes;
-        if let Some(registration) = registration::entry(entry.number) {
-            registration.free();
-        }
+        entry.registration.free();
         if reusable {
             self.free.push(place);
         } else {
@@ -109,28 +113,19 @@ impl BufferTable {
     }
 }
 
-pub(super) fn table_is_full() -> Error {
-    Error::new(ErrorKind::System, "the ring's table of registered buffers is full")
-}
-
-impl Drop for BufferTable {
+impl Drop for Tables {
     fn drop(&mut self) {
-        for entry in self.entries.iter().flatten() {
-            if let Some(registration) = registration::entry(entry.number) {
-                registration.leave(CLOSED);
-            }
-        }
+        self.entries.iter().flatten().for_each(|entry| entry.registration.leave(CLOSED));
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
-    use crate::ring::token::new_ring_id;
 
     #[test]
     fn only_segments_in_the_registered_front_are_registered() {
-        let mut table = BufferTable::new(new_ring_id(), 2, 4096);
+        let mut table = Tables::new(0, 2, 4096, 0);
         let mut buffer = IoBuffer::zeroed(16384);
         assert_eq!(table.insert(&mut buffer, 16384), None, "it is larger than the limit of bytes");
         let place = table.insert(&mut buffer, 4096).unwrap();
