@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::remote::pending::PendingMap;
+use crate::sync::atomic::AtomicU64;
 use crate::sync::{model, thread};
 
 /// Submitters mark work `rounds` times each, and kick. The owner sleeps in between. A lost kick deadlocks.
 fn no_work_stays_behind(submitters: usize, rounds: u32) {
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
-    let pending = Arc::new(PendingMap::default());
+    let pending = Arc::new(AtomicU64::new(0));
     let work: Arc<Vec<AtomicU32>> = Arc::new((0..submitters).map(|_| AtomicU32::new(0)).collect());
     let threads: Vec<_> = (0..submitters)
         .map(|index| {
@@ -17,7 +17,7 @@ fn no_work_stays_behind(submitters: usize, rounds: u32) {
             thread::spawn(move || {
                 for _ in 0..rounds {
                     work[index].fetch_add(1, SeqCst);
-                    if pending.set(index) {
+                    if pending.fetch_or(1 << index, SeqCst) & 1 << index == 0 {
                         kick.kick();
                     }
                 }
@@ -26,7 +26,7 @@ fn no_work_stays_behind(submitters: usize, rounds: u32) {
         .collect();
     let mut left = submitters as u32 * rounds;
     while left > 0 {
-        let marked = pending.take_all();
+        let marked = pending.swap(0, SeqCst);
         for (_, work) in work.iter().enumerate().filter(|(index, _)| marked >> index & 1 == 1) {
             left -= work.swap(0, SeqCst);
         }
@@ -34,7 +34,7 @@ fn no_work_stays_behind(submitters: usize, rounds: u32) {
             break;
         }
         kick.prepare_sleep();
-        let sleeps = pending.is_empty();
+        let sleeps = pending.load(SeqCst) == 0;
         if sleeps {
             kick.wait();
         }

@@ -172,16 +172,6 @@ impl RequestGate {
         }
     }
 
-    #[cfg(all(test, not(model_check)))]
-    pub fn nr_requests(&self) -> u32 {
-        self.nr_requests.load(Relaxed)
-    }
-
-    #[cfg(all(test, not(model_check)))]
-    pub fn batching(&self) -> bool {
-        self.batching.load(Relaxed)
-    }
-
     #[cfg(test)]
     pub fn in_flight(&self, direction: Direction) -> u32 {
         in_flight(self.side(direction).load.load(SeqCst))

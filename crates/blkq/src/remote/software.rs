@@ -10,9 +10,8 @@ use crate::bio::{Bio, Operation};
 use crate::completer::Completer;
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::{self, MergeSide, QueueLimits};
-use crate::remote::pending::PendingMap;
 use crate::sector::Sector;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use crate::sync::{Mutex, lock, try_lock};
 
 /// The number of software queues of one hardware queue. Submitters are assigned to them round robin.
@@ -116,7 +115,9 @@ pub(crate) enum Staging {
 
 pub(crate) struct SoftwareQueues {
     queues: Box<[CachePadded<Mutex<VecDeque<Staged>>>]>,
-    pending: PendingMap,
+    /// One bit for each queue that contains bios. Submitters set it, and the owner of the hardware queue clears
+    /// it (the kernel's `ctx_map`).
+    pending: CachePadded<AtomicU64>,
     next: AtomicUsize,
 }
 
@@ -124,14 +125,14 @@ impl SoftwareQueues {
     pub fn new() -> SoftwareQueues {
         SoftwareQueues {
             queues: (0..SOFTWARE_QUEUES).map(|_| CachePadded::new(Mutex::new(VecDeque::new()))).collect(),
-            pending: PendingMap::default(),
+            pending: CachePadded::new(AtomicU64::new(0)),
             next: AtomicUsize::new(0),
         }
     }
 
     pub fn assign(&self) -> usize {
         // Relaxed: the number only spreads submitters over the queues.
-        self.next.fetch_add(1, Ordering::Relaxed) % SOFTWARE_QUEUES
+        self.next.fetch_add(1, Relaxed) % SOFTWARE_QUEUES
     }
 
     /// Merges the bio with a staged bio in software queue `index` if `limits` are given and permit it.
@@ -166,36 +167,37 @@ impl SoftwareQueues {
         }
         queue.push_back(Staged::new(bio, completer));
         drop(queue);
-        self.pending.set(index);
+        self.set_pending(index);
         Staging::Pushed
     }
 
     pub fn push(&self, index: usize, bio: Bio, completer: Completer) {
         lock(&self.queues[index]).push_back(Staged::new(bio, completer));
-        self.pending.set(index);
+        self.set_pending(index);
     }
 
     /// `owner` is the number of the hardware queue. The map of pending queues is written by `everybody`.
     pub fn hot_fields(&self, owner: usize, everybody: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
-        self.pending.hot_fields(everybody, fields);
+        fields.push(HotField::of("pending", everybody, &*self.pending));
         for (index, queue) in self.queues.iter().enumerate() {
             fields.push(HotField::of("software queue", Writer::Submitter(owner, index), &**queue));
         }
     }
 
     pub fn has_pending(&self) -> bool {
-        !self.pending.is_empty()
+        self.pending.load(SeqCst) != 0
     }
 
+    /// Takes the marks of all pending queues. They are then unset, so that later work sets them again.
     #[inline]
     pub fn take_pending(&self) -> u64 {
-        self.pending.take_all()
+        if self.has_pending() { self.pending.swap(0, SeqCst) } else { 0 }
     }
 
     #[inline]
     pub fn set_pending(&self, index: usize) {
-        self.pending.set(index);
+        self.pending.fetch_or(1 << index, SeqCst);
     }
 
     /// Takes at most `count` of the oldest bios of software queue `index`, and returns whether more are left.

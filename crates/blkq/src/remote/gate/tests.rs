@@ -209,5 +209,8 @@ fn settings_change_while_requests_are_in_flight() {
         gate.leave(W, 1);
         entries.recv().expect("the third");
     });
-    assert_eq!((gate.nr_requests(), gate.batching(), gate.in_flight(W)), (2, true, 2));
+    assert_eq!(
+        (gate.nr_requests.load(Relaxed), gate.batching.load(Relaxed), gate.in_flight(W)),
+        (2, true, 2)
+    );
 }

@@ -41,11 +41,11 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
     let mut next = vec![0; submitters];
     let mut left = submitters as u64 * count;
     while left > 0 {
-        let pending = software.pending.take_all();
+        let pending = software.take_pending();
         for index in (0..queues).filter(|index| pending >> index & 1 == 1) {
             let mut taken = VecDeque::new();
             if software.try_take(index, 2, &mut taken).unwrap_or(true) {
-                software.pending.set(index);
+                software.set_pending(index);
             }
             for staged in taken {
                 let (mut at, end) = (staged.start(), staged.end);
