@@ -4,28 +4,22 @@
 
 use std::collections::BTreeMap;
 
-#[cfg(not(shared_layout))]
-pub use crossbeam_utils::CachePadded;
-
-/// The size of a cache line in bytes, the unit that processors transfer between caches. `CachePadded` pads to
-/// twice this size on processors that fetch lines in pairs.
+/// The size of a cache line in bytes, the unit that processors transfer between caches.
 pub const LINE_BYTES: usize = 64;
 
-/// Replaces the `CachePadded` of other builds, and does not pad.
-#[cfg(shared_layout)]
+/// Pads a value to two cache lines, because some processors fetch lines in pairs.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-#[repr(transparent)]
+#[cfg_attr(not(shared_layout), repr(align(128)))]
+#[cfg_attr(shared_layout, repr(transparent))]
 pub struct CachePadded<T>(T);
 
-#[cfg(shared_layout)]
 impl<T> CachePadded<T> {
-    /// Wraps a value, without padding.
+    /// Wraps a value.
     pub const fn new(value: T) -> CachePadded<T> {
         CachePadded(value)
     }
 }
 
-#[cfg(shared_layout)]
 impl<T> std::ops::Deref for CachePadded<T> {
     type Target = T;
     fn deref(&self) -> &T {
@@ -33,18 +27,7 @@ impl<T> std::ops::Deref for CachePadded<T> {
     }
 }
 
-#[cfg(shared_layout)]
-impl<T> std::ops::DerefMut for CachePadded<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
-    }
-}
-
-#[cfg(not(shared_layout))]
-const _: () =
-    assert!(align_of::<CachePadded<u32>>() >= LINE_BYTES && size_of::<CachePadded<u32>>() >= LINE_BYTES);
-#[cfg(shared_layout)]
-const _: () = assert!(align_of::<CachePadded<u32>>() == 4 && size_of::<CachePadded<u32>>() == 4);
+const _: () = assert!(align_of::<CachePadded<u32>>() == if cfg!(shared_layout) { 4 } else { 2 * LINE_BYTES });
 
 /// The threads that write a field while I/O runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
