@@ -108,10 +108,11 @@ struct Measurement {
     is_limited: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
 enum Phase {
-    /// No limit. `before` is the rate of the previous measurement, if there was one.
-    Measure { before: Option<f64> },
+    /// No limit. The rate is measured.
+    #[default]
+    Measure,
     /// The device completes its queued requests before the trial with this index in [`TRIALS`].
     Drain { trial: usize },
     /// The latency at the rate of the trial is measured, once it has settled.
@@ -130,9 +131,11 @@ enum Phase {
 
 /// Searches for the ceiling of a device by trial: lowers the rate a little, and keeps the limit if the latency
 /// falls much.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct AutoLimit {
     phase: Phase,
+    /// The rate of the previous measurement without a limit, if there was one.
+    measured: Option<f64>,
     key: LimitKey,
     /// The highest sustainable rate per second: the measured one, or a higher one that was good for
     /// [`SURE_NS`].
@@ -145,10 +148,10 @@ pub struct AutoLimit {
     long_ns: f64,
     /// The mean size of requests when the ceiling was found, in bytes.
     bytes: f64,
-    /// The current value of the doubled [`AWAY_NS`].
-    away_ns: u64,
-    /// The current value of the doubled [`RAISE_NS`].
-    raise_ns: u64,
+    /// How often [`AWAY_NS`] was doubled.
+    away_doublings: u32,
+    /// How often [`RAISE_NS`] was doubled.
+    raise_doublings: u32,
     /// The fraction of the next raise, if that comes after [`RETRY_NS`] already.
     retry_by: Option<f64>,
     /// How often the rate was lowered in a row.
@@ -158,28 +161,6 @@ pub struct AutoLimit {
     limits: RateLimits,
     /// The work of the device at the beginning of the current period.
     begin: Option<DeviceLoad>,
-}
-
-impl Default for AutoLimit {
-    /// A search that has seen nothing of its device yet.
-    fn default() -> AutoLimit {
-        AutoLimit {
-            phase: Phase::Measure { before: None },
-            key: LimitKey::Iops,
-            ceiling: 0.0,
-            pace: 0.0,
-            open_p99_ns: 0.0,
-            long_ns: 0.0,
-            bytes: 0.0,
-            away_ns: AWAY_NS,
-            raise_ns: RAISE_NS,
-            retry_by: None,
-            lowered: 0,
-            idle_ns: 0,
-            limits: RateLimits::default(),
-            begin: None,
-        }
-    }
 }
 
 impl AutoLimit {
@@ -210,7 +191,7 @@ impl AutoLimit {
         let timed = latency.count();
         let needs_ios = !matches!(self.phase, Phase::Drain { .. } | Phase::Recover | Phase::Away { .. });
         // A low load may have nothing in flight at this moment, and still have been measured.
-        let is_measured = matches!(self.phase, Phase::Measure { .. });
+        let is_measured = matches!(self.phase, Phase::Measure);
         let is_gone = load.in_flight == 0 && (is_measured || timed == 0);
         if needs_ios && timed < IOS_MIN && !is_gone && length_ns < self.longest_ns() {
             return false;
@@ -233,7 +214,7 @@ impl AutoLimit {
     /// The length of a period in the current phase, in nanoseconds.
     fn wanted_ns(&self) -> u64 {
         match self.phase {
-            Phase::Measure { .. } => MEASURE_NS,
+            Phase::Measure => MEASURE_NS,
             Phase::Drain { .. } | Phase::Recover => DRAIN_NS,
             Phase::Trial { is_settled: false, .. } => SETTLE_NS,
             Phase::Trial { is_settled: true, .. } => TRIAL_NS,
@@ -253,7 +234,7 @@ impl AutoLimit {
     /// Decides at the end of a period. `seen` is `None` if the period had too few I/Os to judge.
     fn decide(&mut self, now_ns: u64, length_ns: u64, seen: Option<Measurement>) {
         match self.phase {
-            Phase::Measure { before } => self.end_measurement(before, seen),
+            Phase::Measure => self.end_measurement(seen),
             Phase::Drain { trial } => {
                 self.set_pace(self.ceiling * TRIALS[trial]);
                 self.phase = Phase::Trial { trial, is_settled: false };
@@ -286,11 +267,9 @@ impl AutoLimit {
     }
 
     /// Ends a measurement. Two equal rates in a row may be those of a ceiling, so they start a trial.
-    fn end_measurement(&mut self, before: Option<f64>, seen: Option<Measurement>) {
-        let Some(seen) = seen else {
-            self.phase = Phase::Measure { before: None };
-            return;
-        };
+    fn end_measurement(&mut self, seen: Option<Measurement>) {
+        let before = self.measured.take();
+        let Some(seen) = seen else { return };
         let is_small = seen.bytes <= SMALL_BYTES as f64;
         self.key = if is_small { LimitKey::Iops } else { LimitKey::Bps };
         let rate = self.rate(&seen);
@@ -300,7 +279,7 @@ impl AutoLimit {
                 (self.open_p99_ns, self.bytes) = (seen.p99_ns, seen.bytes);
                 self.drain(0);
             }
-            _ => self.phase = Phase::Measure { before: Some(rate) },
+            _ => self.measured = Some(rate),
         }
     }
 
@@ -312,7 +291,7 @@ impl AutoLimit {
         };
         if seen.p99_ns * WORTH <= self.open_p99_ns {
             self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
-            (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
+            (self.away_doublings, self.raise_doublings, self.lowered) = (0, 0, 0);
             (self.retry_by, self.idle_ns) = (None, 0);
             self.keep_limit();
         } else if trial + 1 < TRIALS.len() {
@@ -331,8 +310,9 @@ impl AutoLimit {
     /// Removes the limit until the next trial.
     fn stay_away(&mut self, now_ns: u64) {
         self.limits = RateLimits::default();
-        self.phase = Phase::Away { until_ns: now_ns + self.away_ns, slow: 0 };
-        self.away_ns = (2 * self.away_ns).min(AWAY_NS_MAX);
+        let until_ns = now_ns + doubled(AWAY_NS, self.away_doublings, AWAY_NS_MAX);
+        self.phase = Phase::Away { until_ns, slow: 0 };
+        self.away_doublings += 1;
     }
 
     /// Whether the load needs less than the limit.
@@ -380,7 +360,9 @@ impl AutoLimit {
             self.ceiling = self.ceiling.max(self.pace);
         }
         let retry_by = self.retry_by.filter(|_| at_limit_ns >= RETRY_NS);
-        if let Some(by) = retry_by.or((at_limit_ns >= self.raise_ns).then_some(RAISE)) {
+        if let Some(by) = retry_by
+            .or((at_limit_ns >= doubled(RAISE_NS, self.raise_doublings, RAISE_NS_MAX)).then_some(RAISE))
+        {
             self.retry_by = None;
             self.raise(by);
         }
@@ -411,7 +393,7 @@ impl AutoLimit {
         }
         if self.retry_by.take().is_some() {
             // The last raise was possible only in a burst.
-            self.raise_ns = (2 * self.raise_ns).min(RAISE_NS_MAX);
+            self.raise_doublings += 1;
         }
         // After a mere disturbance this finds the old rate again soon.
         self.retry_by = is_far.then_some(2.0 * RAISE);
@@ -427,7 +409,7 @@ impl AutoLimit {
                 if by > RAISE {
                     self.retry_by = Some((by / 4.0).max(RAISE));
                 } else {
-                    self.raise_ns = (2 * self.raise_ns).min(RAISE_NS_MAX);
+                    self.raise_doublings += 1;
                 }
                 self.recover();
             }
@@ -456,7 +438,7 @@ impl AutoLimit {
 
     fn restart(&mut self) {
         self.limits = RateLimits::default();
-        self.phase = Phase::Measure { before: None };
+        (self.phase, self.measured) = (Phase::Measure, None);
     }
 
     fn set_pace(&mut self, pace: f64) {
@@ -476,4 +458,9 @@ impl AutoLimit {
         let _ = limits.set(self.key, RateLimit { rate, burst: None });
         limits
     }
+}
+
+/// `ns` doubled that number of times, but at most `ns_max`.
+fn doubled(ns: u64, doublings: u32, ns_max: u64) -> u64 {
+    ns.saturating_mul(1 << doublings.min(63)).min(ns_max)
 }

@@ -5,9 +5,7 @@
 //! its own: the times until which it has used up its shares. The words of slots and buckets are independent
 //! of each other, so their accesses are relaxed.
 
-#[cfg(not(model_check))]
 use std::any::Any;
-#[cfg(not(model_check))]
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -62,18 +60,11 @@ struct Words {
     slots: [Slot; MEMBERS_MAX],
 }
 
-enum Memory {
-    Own(Box<Words>),
-    #[cfg(not(model_check))]
-    Shared {
-        words: NonNull<Words>,
-        _mapping: Box<dyn Any + Send + Sync>,
-    },
-}
-
 /// A group of devices with common limits.
 pub struct Group {
-    memory: Memory,
+    words: NonNull<Words>,
+    /// Keeps the words mapped.
+    _memory: Box<dyn Any + Send + Sync>,
 }
 
 // SAFETY: the memory consists of atomic words, and stays mapped as long as the group exists.
@@ -97,8 +88,8 @@ impl Default for Group {
     fn default() -> Group {
         // `reset` sets the times of the slots.
         let slots = std::array::from_fn(|_| Slot::default());
-        let words = Words { header: Header::default(), buckets: Buckets::default(), slots };
-        let group = Group { memory: Memory::Own(Box::new(words)) };
+        let words = Arc::new(Words { header: Header::default(), buckets: Buckets::default(), slots });
+        let group = Group { words: NonNull::from(&*words), _memory: Box::new(words) };
         group.reset([0; 2], 0, &RateLimits::default());
         group
     }
@@ -113,19 +104,14 @@ impl Group {
     /// # Safety
     /// `start` must be aligned to 64 bytes. [`Group::BYTES`] bytes from there must stay readable and writable
     /// until `mapping` is dropped, and must be accessed only by atomic operations.
-    #[cfg(not(model_check))]
     pub unsafe fn over(start: NonNull<u8>, mapping: Box<dyn Any + Send + Sync>) -> Group {
-        Group { memory: Memory::Shared { words: start.cast(), _mapping: mapping } }
+        Group { words: start.cast(), _memory: mapping }
     }
 
     fn words(&self) -> &Words {
-        match &self.memory {
-            Memory::Own(words) => words,
-            #[cfg(not(model_check))]
-            // SAFETY: valid as long as the mapping, as `over` demands. The memory consists of atomics, for
-            // which all bit patterns are valid.
-            Memory::Shared { words, .. } => unsafe { words.as_ref() },
-        }
+        // SAFETY: valid as long as the group, as `over` demands. The memory consists of atomics, for which all
+        // bit patterns are valid.
+        unsafe { self.words.as_ref() }
     }
 
     /// Initialises the group with `limits`, in memory that is zeroed or damaged. `boot` identifies the boot

@@ -8,6 +8,7 @@ use crate::error::{Error, ErrorKind};
 use crate::units::{format_bytes, parse_bytes, parse_duration_ns};
 
 const NONE: &str = "none";
+const AUTO: &str = "auto";
 /// Largest rate in requests per second.
 pub const IOPS_MAX: u64 = 10_000_000;
 /// Smallest rate in bytes per second.
@@ -22,10 +23,11 @@ const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200M
 
 enumeration! {
     /// The quantity that a limit counts: I/Os or bytes, and of which operations.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     #[repr(u8)]
     pub enum LimitKey {
         /// I/Os of all operations per second.
+        #[default]
         Iops => "iops",
         /// I/Os per second that read.
         ReadIops => "read-iops",
@@ -252,6 +254,55 @@ impl fmt::Display for RateLimits {
         }
         f.write_str(if items.is_empty() { NONE } else { "" })?;
         f.write_str(&items.join(","))
+    }
+}
+
+/// Where the limits of a device come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LimitMode {
+    /// Fixed limits, which apply from the beginning.
+    Fixed(RateLimits),
+    /// The device's ceiling is searched, and its rate is kept just under it
+    /// ([`AutoLimiter`](crate::disk::AutoLimiter)).
+    Auto,
+}
+
+impl Default for LimitMode {
+    fn default() -> LimitMode {
+        LimitMode::Fixed(RateLimits::default())
+    }
+}
+
+impl LimitMode {
+    /// The limits that apply from the beginning: none, if the ceiling must be searched first.
+    pub fn limits(&self) -> RateLimits {
+        match self {
+            LimitMode::Fixed(limits) => *limits,
+            LimitMode::Auto => RateLimits::default(),
+        }
+    }
+
+    /// Whether there are no limits, and none will be set.
+    pub fn is_none(&self) -> bool {
+        matches!(self, LimitMode::Fixed(limits) if limits.is_none())
+    }
+}
+
+impl FromStr for LimitMode {
+    type Err = Error;
+
+    /// Parses `auto`, or limits as [`RateLimits`] do.
+    fn from_str(text: &str) -> Result<LimitMode, Error> {
+        if text == AUTO { Ok(LimitMode::Auto) } else { text.parse().map(LimitMode::Fixed) }
+    }
+}
+
+impl fmt::Display for LimitMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LimitMode::Fixed(limits) => limits.fmt(f),
+            LimitMode::Auto => f.write_str(AUTO),
+        }
     }
 }
 

@@ -40,16 +40,6 @@ enum Place {
     Group(Arc<Member>),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Unit {
-    /// Each request counts as one.
-    One,
-    /// A request counts as one for each started block of that number of bytes.
-    PerBytes(u64),
-    /// Each byte of data counts as one.
-    Bytes,
-}
-
 /// The quantity that determines the cost of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Counted {
@@ -66,7 +56,9 @@ pub(crate) struct Meter {
     place: Place,
     key: LimitKey,
     is_peak: bool,
-    unit: Unit,
+    /// A request counts as one unit for each started block of this number of bytes, or as one if it is 0. Not used
+    /// by limits of bytes.
+    size_bytes: u64,
     counted: Counted,
     rate: u64,
     credit_ns: u64,
@@ -100,13 +92,9 @@ impl Meter {
         let mut all = Vec::new();
         for key in LimitKey::ALL {
             let Some(RateLimit { rate, burst }) = limits.get(key) else { continue };
-            let unit = match limits.iops_size_bytes() {
-                _ if key.is_bytes() => Unit::Bytes,
-                0 => Unit::One,
-                bytes => Unit::PerBytes(bytes),
-            };
-            let counted = match (key, unit) {
-                (LimitKey::Iops, Unit::One) => Counted::Requests,
+            let size_bytes = limits.iops_size_bytes();
+            let counted = match (key, size_bytes) {
+                (LimitKey::Iops, 0) => Counted::Requests,
                 (LimitKey::Bps, _) => Counted::Bytes,
                 _ => Counted::Each,
             };
@@ -114,7 +102,7 @@ impl Meter {
                 place: place(),
                 key,
                 is_peak,
-                unit,
+                size_bytes,
                 counted,
                 rate,
                 credit_ns,
@@ -160,11 +148,11 @@ impl Meter {
     #[inline]
     fn cost(&self, request: &Request) -> u64 {
         let bytes = data_bytes(request);
-        match self.unit {
+        match self.size_bytes {
             _ if !self.concerns(request.operation() == Operation::Read) => 0,
-            Unit::One => 1,
-            Unit::PerBytes(size) => bytes.div_ceil(size).max(1),
-            Unit::Bytes => bytes,
+            _ if self.key.is_bytes() => bytes,
+            0 => 1,
+            size => bytes.div_ceil(size).max(1),
         }
     }
 
@@ -270,85 +258,64 @@ impl Meter {
     }
 
     /// Charges the limit for the requests of a batch that conform, and prepays some for later batches.
+    ///
+    /// A request of a member of a group may start if the member's share allows it, or if the limit has room, so
+    /// that no request waits while there is room. Both are charged: after a member has used more than its share,
+    /// others come first until its share has caught up.
     fn charge(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
         let credit_ns = if is_late { self.credit_ns.max(LATE_CREDIT_NS) } else { self.credit_ns };
-        if self.member().is_some() {
-            return self.charge_member(batch, requests, now_ns, credit_ns, is_late);
-        }
-        loop {
-            let seen_ns = self.spent_ns(now_ns);
-            let start_ns = start_of(seen_ns, now_ns, credit_ns);
-            let room = accrued(start_ns, now_ns, self.rate);
-            let (count, units) = self.count(batch, requests, room);
-            if units == 0 {
-                return Admitted { count, next_ns: clock_ns(start_ns) };
-            }
-            let prepaid = self.prepaid_of(units, room, is_late);
-            let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
-            let spent_ns = start_ns.saturating_add_unsigned(ns);
-            if self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_ok() {
-                (self.rest, self.prepaid) = (rest, prepaid);
-                return Admitted { count, next_ns: clock_ns(spent_ns) };
-            }
-        }
-    }
-
-    /// [`Meter::charge`] for a member of a group. A request may start if the member's share allows it, or if
-    /// the limit has room, so that no request waits while there is room. Both are charged: after a member has
-    /// used more than its share, others come first until its share has caught up.
-    fn charge_member(
-        &mut self,
-        batch: &[Tag],
-        requests: &[Request],
-        now_ns: u64,
-        credit_ns: u64,
-        is_late: bool,
-    ) -> Admitted {
-        let Place::Group(member) = &self.place else { return Admitted { count: 0, next_ns: now_ns } };
-        let member = member.clone();
-        if now_ns >= self.weights_until_ns {
+        let share_credit_ns = if is_late { LATE_CREDIT_NS } else { CREDIT_NS };
+        let member = self.member().cloned();
+        if let Some(member) = &member
+            && now_ns >= self.weights_until_ns
+        {
             self.weights = member.weights(self.key, now_ns);
             self.weights_until_ns = now_ns + WEIGHTS_NS;
         }
         let (weight, all) = self.weights;
-        let share = member.spent_ns(self.key);
-        let share_credit_ns = if is_late { LATE_CREDIT_NS } else { CREDIT_NS };
         loop {
-            let (seen_ns, share_ns) = (self.spent_ns(now_ns), shared_spent_ns(share, now_ns));
+            let seen_ns = self.spent_ns(now_ns);
             let start_ns = start_of(seen_ns, now_ns, credit_ns);
-            let share_start_ns = start_of(share_ns, now_ns, share_credit_ns);
             let mut room = accrued(start_ns, now_ns, self.rate);
             let (mut count, mut units) = self.count(batch, requests, room);
-            let share_left = accrued(share_start_ns, now_ns, NS_PER_S);
-            let own_room = share_left.map(|ns| units_of(scaled(ns, weight, all), self.rate));
-            let (own_count, own_units) = self.count(batch, requests, own_room);
-            if own_count > count && all > weight {
-                (room, count, units) = (own_room, own_count, own_units);
+            let (mut units_of_share, mut share_ns) = (units, 0);
+            if let Some(member) = &member {
+                share_ns = shared_spent_ns(member.spent_ns(self.key), now_ns);
+                let share_left = accrued(start_of(share_ns, now_ns, share_credit_ns), now_ns, NS_PER_S);
+                let own_room = share_left.map(|ns| units_of(scaled(ns, weight, all), self.rate));
+                let (own_count, own_units) = self.count(batch, requests, own_room);
+                if own_count > count && all > weight {
+                    (room, count, units) = (own_room, own_count, own_units);
+                }
+                units_of_share = own_units.min(units);
             }
             let prepaid = self.prepaid_of(units, room, is_late);
             let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
             let spent_ns = start_ns.saturating_add_unsigned(ns);
-            if units > 0 && self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_err() {
-                continue;
+            if units > 0 {
+                if self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_err() {
+                    continue;
+                }
+                (self.rest, self.prepaid) = (rest, prepaid);
             }
-            let own_ns = scaled(ns, all, weight);
+            let Some(member) = member else { return Admitted { count, next_ns: clock_ns(spent_ns) } };
             // A member repays in full what was within its share, but only up to [`AHEAD_NS_MAX`] what others
             // had left.
-            let due_ns = scaled(cost_ns(own_units.min(units), self.rate, 0).0, all, weight);
+            let due_ns = scaled(cost_ns(units_of_share, self.rate, 0).0, all, weight);
             let ahead_ns = now_ns.cast_signed().saturating_add_unsigned(due_ns.max(AHEAD_NS_MAX));
+            let charged_ns = if units > 0 { scaled(ns, all, weight) } else { 0 };
             let charged = |share_ns: i64| {
                 let start_ns = start_of(share_ns, now_ns, share_credit_ns);
-                start_ns.saturating_add_unsigned(own_ns).min(ahead_ns.max(start_ns))
+                start_ns.saturating_add_unsigned(charged_ns).min(ahead_ns.max(start_ns))
             };
-            let mut own_spent_ns = share_start_ns;
             if units > 0 {
-                (self.rest, self.prepaid) = (rest, prepaid);
                 // Another queue of the same device may charge the share concurrently.
+                let share = member.spent_ns(self.key);
                 let before_ns = share.fetch_update(Relaxed, Relaxed, |share_ns| Some(charged(share_ns)));
-                own_spent_ns = charged(before_ns.unwrap_or(share_ns));
+                share_ns = before_ns.unwrap_or(share_ns);
             }
             let next_ns = clock_ns(match all > weight {
-                true => own_spent_ns.min(spent_ns.saturating_add_unsigned(SPARE_DELAY_NS)),
+                true => charged(share_ns).min(spent_ns.saturating_add_unsigned(SPARE_DELAY_NS)),
                 false => spent_ns,
             });
             if units > 0 || count < batch.len() {

@@ -11,7 +11,6 @@ mod bucket;
 mod group;
 mod limits;
 mod meter;
-mod mode;
 #[cfg(all(test, model_check))]
 mod model;
 mod sequence;
@@ -30,9 +29,8 @@ pub use admissions::{Admission, take_admissions};
 pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
-pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
+pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, LimitMode, RateLimit, RateLimits};
 pub(crate) use meter::{Counted, Meter, SPARE_DELAY_NS};
-pub use mode::LimitMode;
 pub(crate) use times::DeviceTimes;
 
 /// The limits of a disk as its queues use them.

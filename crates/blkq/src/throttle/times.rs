@@ -1,8 +1,10 @@
 //! Measures how long the device itself has requests, without the time for which they wait for a limit.
 
+// Not checked by a model checker, like other statistics: readers need no order between counters.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
 use super::auto::DeviceLoad;
-use crate::stats::{LATENCY_BUCKETS, latency_bucket};
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::stats::{LATENCY_BUCKETS, add, latency_bucket, raise};
 
 /// The counters of one queue. Only its owner writes them.
 #[derive(Debug)]
@@ -27,18 +29,15 @@ impl DeviceTimes {
 
     /// Counts `count` completed requests of any operation. The driver has `left` other requests.
     pub fn completed(&self, count: u64, left: u64) {
-        self.ios.store(self.ios.load(Relaxed) + count, Relaxed);
+        add(&self.ios, count);
         self.in_flight.store(left, Relaxed);
     }
 
     /// Counts one of them, a read or write of `bytes` that took `latency_ns`.
     pub fn timed(&self, latency_ns: u64, bytes: u64) {
-        // There is a single writer, so no atomic read-modify-write is needed. Relaxed: readers need no order
-        // between counters.
-        let raise = |counter: &AtomicU64, by| counter.store(counter.load(Relaxed) + by, Relaxed);
-        raise(&self.latencies[latency_bucket(latency_ns)], 1);
-        raise(&self.bytes, bytes);
-        self.latency_max_ns.store(self.latency_max_ns.load(Relaxed).max(latency_ns), Relaxed);
+        add(&self.latencies[latency_bucket(latency_ns)], 1);
+        add(&self.bytes, bytes);
+        raise(&self.latency_max_ns, latency_ns);
     }
 
     pub fn add_to(&self, load: &mut DeviceLoad) {
