@@ -110,19 +110,27 @@ impl StatsSnapshot {
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
         let mut delta = self.clone();
-        let since = |now: &mut u64, then: &u64| *now = now.saturating_sub(*then);
+        delta.change_counts(earlier, |now, then| *now = now.saturating_sub(then));
         for (now, then) in delta.groups.iter_mut().zip(&earlier.groups) {
-            since(&mut now.ios, &then.ios);
-            since(&mut now.merges, &then.merges);
-            since(&mut now.sectors, &then.sectors);
-            since(&mut now.nanoseconds, &then.nanoseconds);
             now.latency = now.latency.delta(&then.latency);
-            now.errors.iter_mut().zip(&then.errors).for_each(|(n, t)| since(n, t));
-            now.refused.iter_mut().zip(&then.refused).for_each(|(n, t)| since(n, t));
         }
-        since(&mut delta.busy_ns, &earlier.busy_ns);
-        delta.counters.iter_mut().zip(&earlier.counters).for_each(|(n, t)| since(n, t));
+        delta.busy_ns = delta.busy_ns.saturating_sub(earlier.busy_ns);
         delta
+    }
+
+    /// Calls `change` with each count of `self`, and that of `other`.
+    fn change_counts(&mut self, other: &StatsSnapshot, change: impl Fn(&mut u64, u64)) {
+        let all =
+            |own: &mut [u64], others: &[u64]| own.iter_mut().zip(others).for_each(|(a, b)| change(a, *b));
+        for (own, other) in self.groups.iter_mut().zip(&other.groups) {
+            change(&mut own.ios, other.ios);
+            change(&mut own.merges, other.merges);
+            change(&mut own.sectors, other.sectors);
+            change(&mut own.nanoseconds, other.nanoseconds);
+            all(&mut own.errors, &other.errors);
+            all(&mut own.refused, &other.refused);
+        }
+        all(&mut self.counters, &other.counters);
     }
 }
 
@@ -135,14 +143,9 @@ impl Index<StatGroup> for StatsSnapshot {
 
 impl AddAssign<&StatsSnapshot> for StatsSnapshot {
     fn add_assign(&mut self, other: &StatsSnapshot) {
-        for (mine, theirs) in self.groups.iter_mut().zip(&other.groups) {
-            mine.ios += theirs.ios;
-            mine.merges += theirs.merges;
-            mine.sectors += theirs.sectors;
-            mine.nanoseconds += theirs.nanoseconds;
-            mine.latency.add(&theirs.latency);
-            mine.errors.iter_mut().zip(theirs.errors).for_each(|(m, t)| *m += t);
-            mine.refused.iter_mut().zip(theirs.refused).for_each(|(m, t)| *m += t);
+        self.change_counts(other, |own, more| *own += more);
+        for (own, other) in self.groups.iter_mut().zip(&other.groups) {
+            own.latency.add(&other.latency);
         }
         self.in_flight.iter_mut().zip(other.in_flight).for_each(|(m, t)| *m += t);
         self.in_flight_max.iter_mut().zip(other.in_flight_max).for_each(|(m, t)| *m = (*m).max(t));
@@ -151,6 +154,5 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.hung += other.hung;
         self.throttled += other.throttled;
         self.held += other.held;
-        self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }
