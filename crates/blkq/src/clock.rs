@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::enumeration::enumeration;
 use crate::error::{Error, ErrorKind};
 
 /// The number of times that a cached reading is used at most: as often as a plug for several queues has
@@ -10,38 +11,35 @@ use crate::error::{Error, ErrorKind};
 /// out, so the age of a reading is bounded by this count, and by plug flushes and waits.
 pub const CLOCK_USES_MAX: u32 = 64;
 
-/// How time stamps are taken.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub enum ClockMode {
-    /// One reading serves a plug, or a batch of completions.
-    #[default]
-    Cached,
-    /// Each time stamp reads the clock.
-    Precise,
+enumeration! {
+    /// How time stamps are taken.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    #[non_exhaustive]
+    pub enum ClockMode {
+        /// One reading serves a plug, or a batch of completions.
+        #[default]
+        Cached => "cached",
+        /// Each time stamp reads the clock.
+        Precise => "precise",
+    }
+
+    /// The name of the mode.
+    pub const fn name(self) -> &'static str;
 }
 
 impl std::str::FromStr for ClockMode {
     type Err = Error;
 
     fn from_str(mode: &str) -> Result<ClockMode, Error> {
-        match mode {
-            "cached" => Ok(ClockMode::Cached),
-            "precise" => Ok(ClockMode::Precise),
-            _ => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("the clock mode must be cached or precise, not {mode:?}"),
-            )),
-        }
+        let why = || format!("the clock mode must be cached or precise, not {mode:?}");
+        let named = ClockMode::ALL.into_iter().find(|known| known.name() == mode);
+        named.ok_or_else(|| Error::new(ErrorKind::Invalid, why()))
     }
 }
 
 impl std::fmt::Display for ClockMode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            ClockMode::Cached => "cached",
-            ClockMode::Precise => "precise",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -172,17 +170,13 @@ pub fn worker_ns() -> u64 {
     #[cfg(simulation)]
     return crate::simulation::world().now_ns();
     #[cfg(not(simulation))]
-    read_monotonic_ns()
-}
-
-#[cfg(not(simulation))]
-#[inline]
-fn read_monotonic_ns() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` is a valid place for the result, and this clock always exists. rustix is not used,
-    // because its vDSO call does not work under valgrind, with which instructions are counted.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    {
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `now` is a valid place for the result, and this clock always exists. rustix is not used,
+        // because its vDSO call does not work under valgrind, with which instructions are counted.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+        now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    }
 }
 
 #[cfg(all(test, not(model_check)))]

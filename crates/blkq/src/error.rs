@@ -184,13 +184,7 @@ impl Error {
                 _ => ErrorKind::System,
             },
         };
-        Error {
-            kind,
-            message: what.into(),
-            source: Some(source),
-            hint: String::new(),
-            works_read_only: false,
-        }
+        Error { source: Some(source), ..Error::new(kind, what) }
     }
 
     /// Adds a hint, which is printed last. An empty hint adds nothing.

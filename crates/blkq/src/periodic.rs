@@ -15,8 +15,8 @@ pub enum Wakeup {
 
 /// A thread that runs a function periodically. Dropping it waits for a current run, and stops the thread.
 pub struct PeriodicThread {
-    wake: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    /// `None` only while the value is dropped.
+    running: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl PeriodicThread {
@@ -43,12 +43,12 @@ impl PeriodicThread {
         };
         let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(stack_bytes).spawn(run);
         let thread = thread.map_err(|e| Error::system("cannot start a thread", e))?;
-        Ok(PeriodicThread { wake: Some(wake), thread: Some(thread) })
+        Ok(PeriodicThread { running: Some((wake, thread)) })
     }
 
     /// Makes the thread run its function immediately.
     pub fn wake(&self) {
-        if let Some(wake) = &self.wake {
+        if let Some((wake, _)) = &self.running {
             // Sending fails only if the thread has panicked.
             let _ = wake.send(());
         }
@@ -57,8 +57,8 @@ impl PeriodicThread {
 
 impl Drop for PeriodicThread {
     fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
+        if let Some((wake, thread)) = self.running.take() {
+            drop(wake);
             // The panic hook has already printed a panic of the thread.
             let _ = thread.join();
         }

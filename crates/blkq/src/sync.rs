@@ -22,7 +22,6 @@ pub use std::{
 };
 
 mod fence;
-mod nested;
 
 use std::sync::TryLockError;
 use std::time::Duration;
@@ -34,7 +33,6 @@ use atomic::Ordering::SeqCst;
 use crate::clock::monotonic_ns;
 
 pub(crate) use fence::AsymmetricFence;
-pub(crate) use nested::NestedSwitch;
 
 /// Locks `mutex`, even if a thread panicked while it held the lock. This is safe because every critical
 /// section of the crate leaves its data consistent after each step.
@@ -161,6 +159,24 @@ impl WaitQueue {
     fn futex_wake_all(&self) {
         drop(lock(&self.sleepers.0));
         self.sleepers.1.notify_all();
+    }
+}
+
+/// Counts the users that have turned the switch on. The switch is off when the last of them turns it off.
+#[derive(Default)]
+pub(crate) struct NestedSwitch(atomic::AtomicU32);
+
+impl NestedSwitch {
+    /// Adds a user that turns the switch on, or removes one.
+    pub fn set(&self, on: bool) {
+        let _ = self.0.fetch_update(SeqCst, SeqCst, |count| match on {
+            true => Some(count + 1),
+            false => count.checked_sub(1),
+        });
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.0.load(SeqCst) > 0
     }
 }
 
