@@ -7,18 +7,15 @@ use crate::bio::{Bio, Completion};
 use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::Error;
-use crate::kick::Kick;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
-use crate::ring::{Cqe, Registrar, Ring, RingCounters, Token};
+use crate::ring::{Cqe, KICK, Registrar, Ring, RingCounters};
 use crate::trace::TraceMemory;
 
 const RING_ENTRIES: u32 = 256;
 /// The owner in the tokens of the only queue on the ring.
 const OWNER: u16 = 0;
-/// The owner in the token of the operation that waits for the queue's kick.
-const KICK: u16 = u16::MAX;
 /// The longest sleep between two polls, in a wait that no completion of the ring can end.
 const IDLE_WAIT: Duration = Duration::from_millis(1);
 
@@ -51,8 +48,6 @@ pub struct LocalQueue {
     /// Boxed, so that lending the ring means loading one word.
     ring: Option<Box<Ring>>,
     cqes: Vec<Cqe>,
-    /// The queue's. A driver kicks it when it completes on another thread.
-    kick: Arc<Kick>,
 }
 
 impl Disk {
@@ -62,23 +57,14 @@ impl Disk {
         let mut ring =
             if self.driver().uses_ring() { Some(Box::new(Ring::new(RING_ENTRIES)?)) } else { None };
         let queue = Queue::open(self, index, OWNER, ring.as_deref_mut())?;
-        let kick = self.hardware_queue(index).kick.clone();
-        let mut opened =
-            LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4), kick };
-        opened.arm_kick();
-        Ok(opened)
+        if let Some(ring) = &mut ring {
+            ring.watch(&self.hardware_queue(index).kick);
+        }
+        Ok(LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4) })
     }
 }
 
 impl LocalQueue {
-    /// Submits an operation to the ring that completes when the kick is readable.
-    fn arm_kick(&mut self) {
-        if let Some(ring) = &mut self.ring {
-            // SAFETY: `LocalQueue::kick` keeps the kick, and the ring is dropped before it.
-            unsafe { ring.watch(&self.kick, Token::new(KICK, 0)) }
-        }
-    }
-
     /// Submits a bio. The bio may stay in the plug until [`LocalQueue::poll`] or [`LocalQueue::wait`]. An
     /// error of the bio itself is reported in its completion. Returns the bio if the queue has no room: poll,
     /// then submit the bio again.
@@ -126,9 +112,8 @@ impl LocalQueue {
         self.queue.dispatch_all(self.ring.as_deref_mut());
         let can_continue = self.queue.has_completed() || self.queue.is_cut_short();
         let waits = self.queue.completions().len() < want && !can_continue;
-        let sleeps_in_ring = waits && self.ring.is_some();
-        if sleeps_in_ring {
-            self.kick.prepare_sleep();
+        if waits && let Some(ring) = &self.ring {
+            ring.prepare_sleep();
         }
         // A thread that added work before the queue was seen to sleep has not kicked it.
         let sleeps = waits && !self.queue.has_changed();
@@ -140,8 +125,8 @@ impl LocalQueue {
         if sleeps {
             self.queue.woke();
         }
-        if sleeps_in_ring {
-            self.kick.woke();
+        if waits && let Some(ring) = &self.ring {
+            ring.woke();
         }
         self.queue.begin_turn(self.ring.as_deref_mut());
         self.queue.dispatch_all(self.ring.as_deref_mut());
@@ -161,16 +146,11 @@ impl LocalQueue {
                     ring.enter(0, None);
                 }
                 ring.reap_all(&mut self.cqes);
-                let mut kicked = false;
                 for cqe in self.cqes.drain(..) {
                     match cqe.token.owner() {
-                        KICK => kicked = true,
+                        KICK => ring.rewatch(cqe),
                         _ => self.queue.complete_cqe(cqe, Some(ring)),
                     }
-                }
-                if kicked {
-                    self.kick.drain();
-                    self.arm_kick();
                 }
             }
             None => timeout.into_iter().for_each(std::thread::sleep),

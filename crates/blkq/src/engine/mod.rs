@@ -18,10 +18,9 @@ use crate::bio::Completion;
 use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::Error;
-use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
-use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, KICK, Registrar, Ring, RingCounters, Token};
 use crate::sync::mpsc::channel;
 use crate::trace::TraceMemory;
 
@@ -35,8 +34,6 @@ pub use source::{Source, SourceContext, SourceId};
 pub use worker::Worker;
 
 const RING_ENTRIES: u32 = 512;
-/// The owner in the tokens of the engine's own operations, which wait for kicks.
-const ENGINE: u16 = u16::MAX;
 /// The maximum number of rounds of a turn, so that a source whose bios complete immediately does not keep the
 /// engine from its other work.
 const TURN_ROUNDS: usize = 16;
@@ -65,7 +62,6 @@ struct Engine {
     stopping: Vec<StopNotice>,
     /// The number of sources that were ever added.
     generation: u64,
-    kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
     /// The ring's counters at the time when they were last added to the statistics.
@@ -81,16 +77,16 @@ impl Engine {
             Queue::open(disk, *index, owner as u16, Some(&mut ring))
         };
         let mut opened: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
-        let kicks: Vec<_> =
-            queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
+        let kick = |(disk, index): &(Arc<Disk>, usize)| disk.hardware_queue(*index).kick.clone();
+        queues.iter().for_each(|queue| ring.watch(&kick(queue)));
         if opened.len() > 1 {
             opened.iter_mut().for_each(|queue| queue.set_several_queues());
         }
-        let mut engine = Engine {
+        Ok(Engine {
             parts: EngineParts {
                 ring,
                 queues: opened,
-                handle: EngineHandle::new(kicks[0].clone(), kernel_buffers),
+                handle: EngineHandle::new(kick(&queues[0]), kernel_buffers),
                 turn: 0,
                 exits: false,
                 worker: Worker::new("blkq-worker"),
@@ -98,19 +94,10 @@ impl Engine {
             attached: Vec::new(),
             stopping: Vec::new(),
             generation: 0,
-            kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
             counted: RingCounters::default(),
-        };
-        (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
-        Ok(engine)
-    }
-
-    /// Submits an operation to the ring that completes when kick `index` is readable.
-    fn arm_kick(&mut self, index: usize) {
-        // SAFETY: `Engine::kicks` keeps the kicks, and the ring is dropped before it.
-        unsafe { self.parts.ring.watch(&self.kicks[index], Token::new(ENGINE, index as u64)) }
+        })
     }
 
     fn run(&mut self) {
@@ -212,11 +199,7 @@ impl Engine {
     #[inline]
     fn route(&mut self, cqe: Cqe) {
         match cqe.token.owner() {
-            ENGINE => {
-                let index = cqe.token.payload() as usize;
-                self.kicks[index].drain();
-                self.arm_kick(index);
-            }
+            KICK => self.parts.ring.rewatch(cqe),
             queue if queue < FIRST_SOURCE => {
                 self.parts.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.parts.ring));
             }
@@ -326,7 +309,7 @@ impl Engine {
         if self.has_work() {
             return self.parts.ring.enter(0, None);
         }
-        self.kicks.iter().for_each(|kick| kick.prepare_sleep());
+        self.parts.ring.prepare_sleep();
         // A thread that added work before the engine was seen to sleep has not kicked it. So the engine must
         // check for work once more.
         if self.has_work() {
@@ -336,7 +319,7 @@ impl Engine {
             self.parts.ring.enter(1, time_until(self.deadline_ns()));
             self.parts.queues.iter_mut().for_each(Queue::woke);
         }
-        self.kicks.iter().for_each(|kick| kick.woke());
+        self.parts.ring.woke();
     }
 
     fn has_work(&self) -> bool {

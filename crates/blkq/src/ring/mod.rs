@@ -13,15 +13,12 @@ mod uring;
 
 #[cfg(not(model_check))]
 use std::os::fd::AsRawFd;
-#[cfg(not(model_check))]
-use std::sync::Arc;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use io_uring::{opcode, types};
 
 use crate::buffer::Segment;
 use crate::error::Error;
-#[cfg(not(model_check))]
 use crate::kick::Kick;
 
 pub use registrar::Registrar;
@@ -78,6 +75,9 @@ impl RingProbe {
     }
 }
 
+/// The owner in the tokens of operations that wait for kicks.
+pub(crate) const KICK: u16 = u16::MAX;
+
 /// The operations that every blkq engine uses, with their names, for probing.
 pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
     ("IORING_OP_READ", opcode::Read::CODE),
@@ -107,14 +107,34 @@ impl Ring {
         self.counters
     }
 
-    /// Completes `token` once, when `kick`'s descriptor is readable. Must be called again for the next kick.
-    ///
-    /// # Safety
-    /// The kick must exist until that completion, or until the ring is dropped.
+    /// Lets an operation of [`KICK`] complete when `kick` is readable.
+    pub fn watch(&mut self, kick: &Arc<Kick>) {
+        self.tables.kicks.push(kick.clone());
+        self.arm(self.tables.kicks.len() - 1);
+    }
+
+    /// Empties the kick of `cqe`, an operation of [`KICK`], and waits for it again.
+    pub fn rewatch(&mut self, cqe: Cqe) {
+        let index = cqe.token.payload() as usize;
+        self.tables.kicks[index].drain();
+        self.arm(index);
+    }
+
+    /// Calls [`Kick::prepare_sleep`] for all kicks of the ring.
+    pub fn prepare_sleep(&self) {
+        self.tables.kicks.iter().for_each(|kick| kick.prepare_sleep());
+    }
+
+    /// Calls [`Kick::woke`] for all kicks of the ring.
+    pub fn woke(&self) {
+        self.tables.kicks.iter().for_each(|kick| kick.woke());
+    }
+
     #[cfg(not(model_check))]
-    pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
-        let entry = opcode::PollAdd::new(types::Fd(kick.fd().as_raw_fd()), libc::POLLIN as u32).build();
-        // SAFETY: the caller keeps the kick's descriptor open; the entry refers to no memory.
-        unsafe { self.push(entry, token) }
+    fn arm(&mut self, index: usize) {
+        let kick = types::Fd(self.tables.kicks[index].fd().as_raw_fd());
+        let entry = opcode::PollAdd::new(kick, libc::POLLIN as u32).build();
+        // SAFETY: the ring keeps the kick, and so its descriptor open; the entry refers to no memory.
+        unsafe { self.push(entry, Token::new(KICK, index as u64)) }
     }
 }

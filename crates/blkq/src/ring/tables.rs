@@ -1,8 +1,10 @@
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::buffer::registration::{self, CLOSED, DROPPED, Entry};
 use crate::buffer::{IoBuffer, MemoryOwner, Segment};
+use crate::kick::Kick;
 
 /// A slot of the table of buffers that is in use, by a buffer or by other memory.
 struct TableEntry {
@@ -14,7 +16,7 @@ struct TableEntry {
     owner: Option<MemoryOwner>,
 }
 
-/// The tables of registered files and buffers of one ring.
+/// The tables of registered files and buffers of one ring, and the kicks for which it waits.
 pub(crate) struct Tables {
     /// The number of the ring, which no other ring of the process has had.
     pub ring: u64,
@@ -28,6 +30,8 @@ pub(crate) struct Tables {
     pub bytes_max: usize,
     /// The slots that only the kernel fills, and that are not reserved yet.
     pub kernel_buffers: Range<u16>,
+    /// Indexed by the payload of the tokens of [`KICK`](super::KICK).
+    pub kicks: Vec<Arc<Kick>>,
 }
 
 impl Tables {
@@ -44,6 +48,7 @@ impl Tables {
             bytes: 0,
             bytes_max,
             kernel_buffers: buffers..buffers + kernel_buffers,
+            kicks: Vec::new(),
         }
     }
 

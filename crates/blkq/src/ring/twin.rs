@@ -1,20 +1,18 @@
 //! The ring under the model checkers: it can wait for kicks, and supports no other operation.
 
 use std::os::fd::RawFd;
-use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::squeue;
 
 use super::tables::Tables;
-use super::{Cqe, RingCounters, Token};
+use super::{Cqe, KICK, RingCounters, Token};
 use crate::error::Error;
-use crate::kick::Kick;
 use crate::sync::thread;
 
 pub struct Ring {
-    /// The kick for which the ring waits, once.
-    watched: Option<(Arc<Kick>, Token)>,
+    /// The ring waits for its kick.
+    is_armed: bool,
     pub(super) tables: Tables,
     pub(super) counters: RingCounters,
 }
@@ -22,7 +20,7 @@ pub struct Ring {
 #[allow(missing_docs, reason = "documented at the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
-        Ok(Ring { watched: None, tables: Tables::new(0, 0, 0, 0), counters: RingCounters::default() })
+        Ok(Ring { is_armed: false, tables: Tables::new(0, 0, 0, 0), counters: RingCounters::default() })
     }
 
     pub fn supports(&self, _code: u8) -> bool {
@@ -41,13 +39,10 @@ impl Ring {
         unreachable!("no driver of a model submits to the kernel");
     }
 
-    /// Waits for `kick`. Replaces a poll of its descriptor.
-    ///
-    /// # Safety
-    /// The requirements of the real ring apply.
-    pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
-        assert!(self.watched.is_none(), "an engine of a model has one queue");
-        self.watched = Some((kick.clone(), token));
+    /// Waits for the kick. Replaces a poll of its descriptor.
+    pub(super) fn arm(&mut self, index: usize) {
+        assert!(index == 0, "an engine of a model has one queue");
+        self.is_armed = true;
     }
 
     pub fn has_submissions(&mut self) -> bool {
@@ -56,17 +51,18 @@ impl Ring {
 
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
-        match &self.watched {
-            Some((kick, _)) if want > 0 && timeout.is_none() => kick.wait(),
+        match &self.tables.kicks[..] {
+            [kick] if self.is_armed && want > 0 && timeout.is_none() => kick.wait(),
             // Any time may have passed.
             _ => thread::yield_now(),
         }
     }
 
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
-        if let Some((_, token)) = self.watched.take_if(|(kick, _)| kick.is_readable()) {
+        if self.is_armed && self.tables.kicks[0].is_readable() {
+            self.is_armed = false;
             self.counters.completions += 1;
-            into.push(Cqe { token, result: 1, flags: 0 });
+            into.push(Cqe { token: Token::new(KICK, 0), result: 1, flags: 0 });
         }
     }
 

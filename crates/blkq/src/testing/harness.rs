@@ -89,6 +89,7 @@ impl Harness {
         })
     }
 
+    /// Registers buffers and files with the ring, if the driver uses one.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_mut().map(Registrar::new)
     }
