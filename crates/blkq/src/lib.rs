@@ -101,6 +101,7 @@ pub mod text;
 pub mod throttle;
 pub mod trace;
 pub mod units;
+pub mod words;
 mod wrapped;
 
 pub use queue::failures::{FailedIo, Failures};

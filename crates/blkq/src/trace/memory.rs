@@ -166,26 +166,20 @@ use twin::Words;
 #[cfg(not(model_check))]
 mod mapped {
     use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-    use std::ptr::NonNull;
     use std::sync::atomic::AtomicU64;
 
     use rustix::fs::{
         MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
     };
-    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+    use rustix::mm::{Advice, ProtFlags, madvise};
 
     use crate::error::{Error, ErrorKind};
+    use crate::words::MappedWords;
 
     pub(in super::super) struct Words {
         file: OwnedFd,
-        first: NonNull<AtomicU64>,
-        len: usize,
+        mapped: MappedWords,
     }
-
-    // SAFETY: the value owns its mapping, which is not tied to a thread.
-    unsafe impl Send for Words {}
-    // SAFETY: all accesses to the mapping are atomic.
-    unsafe impl Sync for Words {}
 
     fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
         move |e| Error::new(ErrorKind::System, format!("cannot {what} the trace memory: {e}"))
@@ -204,7 +198,9 @@ mod mapped {
             // Allocates the pages now, so that no page fault delays I/O later. If the kernel cannot do that, pages
             // are allocated on first use.
             // SAFETY: the mapping was just created, and its content does not change.
-            let _ = unsafe { madvise(words.first.as_ptr().cast(), len * 8, Advice::LinuxPopulateWrite) };
+            let _ = unsafe {
+                madvise(words.all().as_ptr().cast_mut().cast(), len * 8, Advice::LinuxPopulateWrite)
+            };
             Ok(words)
         }
 
@@ -221,31 +217,19 @@ mod mapped {
         }
 
         fn map(file: OwnedFd, len: usize, protection: ProtFlags) -> Result<Words, Error> {
-            let null = std::ptr::null_mut();
-            // SAFETY: a new mapping at an address that the kernel chooses affects no existing memory.
-            let base = unsafe { mmap(null, len * 8, protection, MapFlags::SHARED, &file, 0) };
-            let base = base.map_err(failed("map"))?;
-            let first = NonNull::new(base.cast()).ok_or_else(super::no_memory)?;
-            Ok(Words { file, first, len })
+            // SAFETY: the file has `len` words, and cannot shrink. Other processes access them only as atomics, and
+            // `TraceMemory::is_writable` is false if they are mapped for reading.
+            let mapped = unsafe { MappedWords::map(&file, len, protection) }.map_err(failed("map"))?;
+            Ok(Words { file, mapped })
         }
 
-        /// All words. If the mapping is read-only, the caller must only read them.
         #[inline]
         pub fn all(&self) -> &[AtomicU64] {
-            // SAFETY: `len` words are mapped while this value exists, and the file cannot shrink. Pages are
-            // aligned, and other processes access the words only as atomics.
-            unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
+            self.mapped.all()
         }
 
         pub fn file(&self) -> BorrowedFd<'_> {
             self.file.as_fd()
-        }
-    }
-
-    impl Drop for Words {
-        fn drop(&mut self) {
-            // SAFETY: the mapping was created by `map`, and no reference to it is left.
-            let _ = unsafe { munmap(self.first.as_ptr().cast(), self.len * 8) };
         }
     }
 }

@@ -13,22 +13,21 @@
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use blkq::words::MappedWords;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
 use rustix::io::Errno;
+use rustix::mm::ProtFlags;
 
 use crate::errors::{invalid, unsupported};
 use crate::image_file::ImageFile;
 use crate::qcow2::format::entry::SLICE_MAX_BYTES;
-
-use super::mapping::Words;
 
 /// The bytes `blkqjnl` and the version of the format.
 const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");
@@ -173,7 +172,7 @@ impl Left {
 }
 
 pub struct Journal {
-    words: Words,
+    words: MappedWords,
     pub path: PathBuf,
     boot: (u64, u64),
     identity: (u64, u64),
@@ -217,7 +216,10 @@ impl Journal {
             let _ = (metadata.len() == 0).then(|| std::fs::remove_file(&path));
             return Err(failed(error));
         }
-        let words = Words::map(file.as_fd(), WORDS).map_err(failed)?;
+        // SAFETY: only this user can truncate the file, which has space for all words, and blkq never does. Other
+        // processes of blkq access the words as atomics.
+        let words =
+            unsafe { MappedWords::map(&file, WORDS, ProtFlags::READ | ProtFlags::WRITE) }.map_err(failed)?;
         Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
     }
 

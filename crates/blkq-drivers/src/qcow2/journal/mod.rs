@@ -3,7 +3,6 @@
 
 mod file;
 pub(super) mod leaks;
-mod mapping;
 
 pub use file::Journals;
 pub(super) use file::{
