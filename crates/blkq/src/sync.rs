@@ -23,7 +23,7 @@ pub use std::{
 
 mod fence;
 
-use std::sync::TryLockError;
+use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 #[cfg(model_check)]
 use std::time::Instant;
@@ -37,10 +37,7 @@ pub(crate) use fence::AsymmetricFence;
 /// Locks `mutex`, even if a thread panicked while it held the lock. This is safe because every critical
 /// section of the crate leaves its data consistent after each step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    match mutex.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    }
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Locks `mutex` unless another thread holds it; see [`lock`] for poisoned locks.
@@ -148,10 +145,7 @@ impl WaitQueue {
     fn futex_wait(&self, seen: u32, _timeout: Option<Duration>) {
         let mut guard = lock(&self.sleepers.0);
         while self.wakes.load(SeqCst) == seen {
-            guard = match self.sleepers.1.wait(guard) {
-                Ok(guard) => guard,
-                Err(poisoned) => poisoned.into_inner(),
-            };
+            guard = self.sleepers.1.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
     }
 

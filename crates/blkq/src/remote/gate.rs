@@ -261,10 +261,7 @@ impl RequestGate {
         before_sleep: impl FnOnce(),
     ) {
         let side = self.side(direction);
-        if self.allocate(side, batcher, &now_ns, side.load.load(SeqCst)).is_ok() {
-            return;
-        }
-        if !self.queue_up(side, batcher, &now_ns) {
+        if self.try_enter(direction, batcher, &now_ns) || !self.queue_up(side, batcher, &now_ns) {
             return;
         }
         self.counters.waits.fetch_add(1, Relaxed);

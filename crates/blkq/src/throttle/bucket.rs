@@ -84,10 +84,7 @@ pub(crate) fn accrued(start_ns: i64, now_ns: u64, rate: u64) -> Option<u64> {
 /// The number of units at `rate` per second in that time.
 #[inline]
 pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
-    match ns.checked_mul(rate) {
-        Some(product) => product / NS_PER_S,
-        None => u64::try_from(u128::from(ns) * u128::from(rate) / u128::from(NS_PER_S)).unwrap_or(u64::MAX),
-    }
+    scaled(ns, rate, NS_PER_S)
 }
 
 /// The nanoseconds that `units` take at `rate` per second, and the remainder for the next call, which is less
