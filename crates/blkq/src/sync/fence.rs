@@ -12,9 +12,12 @@ pub(crate) struct AsymmetricFence {
 }
 
 impl AsymmetricFence {
-    /// Registers the process for fences run by the kernel, if the kernel supports them.
+    /// Registers the process for fences run by the kernel, if the kernel supports them, and checks that they
+    /// work. A process may register repeatedly.
     pub fn new() -> AsymmetricFence {
-        AsymmetricFence { expedited: register() }
+        let expedited = membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)
+            && membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED);
+        AsymmetricFence { expedited }
     }
 
     /// The fence of the side that runs often: only a compiler fence if the kernel runs the other one.
@@ -32,38 +35,19 @@ impl AsymmetricFence {
     pub fn heavy(self) {
         fence(SeqCst);
         assert!(
-            !self.expedited || run(),
+            !self.expedited || membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED),
             "a system call filter that was installed after the disk was built refuses membarrier"
         );
     }
 }
 
-/// The model checkers, the simulation and Miri see only the fences of the language.
-#[cfg(any(model_check, simulation, miri))]
-fn register() -> bool {
-    false
-}
-
-#[cfg(any(model_check, simulation, miri))]
-fn run() -> bool {
-    false
-}
-
-/// Registers the process, which may be done repeatedly, and checks that the fence works.
-#[cfg(not(any(model_check, simulation, miri)))]
-fn register() -> bool {
-    membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) && run()
-}
-
-#[cfg(not(any(model_check, simulation, miri)))]
-fn run() -> bool {
-    membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
-}
-
-#[cfg(not(any(model_check, simulation, miri)))]
 fn membarrier(command: libc::c_int) -> bool {
     const FLAGS: libc::c_uint = 0;
     const CPU: libc::c_int = 0;
+    if cfg!(any(model_check, simulation, miri)) {
+        // These see only the fences of the language.
+        return false;
+    }
     // SAFETY: the call takes only numbers, and changes no memory.
     unsafe { libc::syscall(libc::SYS_membarrier, command, FLAGS, CPU) == 0 }
 }
