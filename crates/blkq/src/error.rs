@@ -13,41 +13,41 @@ enumeration! {
     #[non_exhaustive]
     pub enum Status {
         /// The device does not support the operation (EOPNOTSUPP).
-        NotSupported = 1 => (libc::EOPNOTSUPP, "not-supported", "operation not supported"),
+        NotSupported = 1 => (libc::EOPNOTSUPP, "not-supported", "operation not supported", 95),
         /// The device did not respond in time (ETIMEDOUT).
-        Timeout => (libc::ETIMEDOUT, "timeout", "timed out"),
+        Timeout => (libc::ETIMEDOUT, "timeout", "timed out", 5),
         /// The backing store is full (ENOSPC).
-        NoSpace => (libc::ENOSPC, "no-space", "no space left on the backing store"),
+        NoSpace => (libc::ENOSPC, "no-space", "no space left on the backing store", 28),
         /// The connection to the device is broken (ENOLINK).
-        Transport => (libc::ENOLINK, "transport", "connection to the device lost"),
+        Transport => (libc::ENOLINK, "transport", "connection to the device lost", 5),
         /// The device reported a failure of its own (EREMOTEIO).
-        Target => (libc::EREMOTEIO, "target", "device failure"),
+        Target => (libc::EREMOTEIO, "target", "device failure", 5),
         /// A reservation of another host forbids the I/O (EBADE).
-        ReservationConflict => (libc::EBADE, "reservation-conflict", "reservation conflict"),
+        ReservationConflict => (libc::EBADE, "reservation-conflict", "reservation conflict", 5),
         /// The medium has lost the data (ENODATA).
-        Medium => (libc::ENODATA, "medium", "medium error"),
+        Medium => (libc::ENODATA, "medium", "medium error", 5),
         /// Data and checksum do not match (EILSEQ).
-        Protection => (libc::EILSEQ, "protection", "checksum mismatch"),
+        Protection => (libc::EILSEQ, "protection", "checksum mismatch", 5),
         /// Memory or another resource is exhausted (ENOMEM).
-        Resource => (libc::ENOMEM, "resource", "out of resources"),
+        Resource => (libc::ENOMEM, "resource", "out of resources", 12),
         /// The device is busy until one of its requests completes (EBUSY).
-        DeviceResource => (libc::EBUSY, "device-resource", "device busy"),
+        DeviceResource => (libc::EBUSY, "device-resource", "device busy", 5),
         /// The I/O would have to wait, and the submitter does not want that (EAGAIN).
-        Again => (libc::EAGAIN, "again", "the I/O would have to wait"),
+        Again => (libc::EAGAIN, "again", "the I/O would have to wait", 5),
         /// The device is offline (ENODEV).
-        Offline => (libc::ENODEV, "offline", "device offline"),
+        Offline => (libc::ENODEV, "offline", "device offline", 108),
         /// The I/O violates a rule of the device: alignment, range or flags (EINVAL).
-        Invalid => (libc::EINVAL, "invalid", "invalid request"),
+        Invalid => (libc::EINVAL, "invalid", "invalid request", 22),
         /// The allowed duration has passed (ETIME).
-        DurationLimit => (libc::ETIME, "duration-limit", "duration limit exceeded"),
+        DurationLimit => (libc::ETIME, "duration-limit", "duration limit exceeded", 5),
         /// A write to a read-only device (EROFS).
-        ReadOnly => (libc::EROFS, "read-only", "device is read-only"),
+        ReadOnly => (libc::EROFS, "read-only", "device is read-only", 1),
         /// Any error without a status of its own (EIO).
-        Io => (libc::EIO, "io", "I/O error"),
+        Io => (libc::EIO, "io", "I/O error", 5),
     }
 
-    /// The errno, the name, and the description for people.
-    const fn row(self) -> (i32, &'static str, &'static str);
+    /// The errno, the name, the description for people, and the NBD error.
+    const fn row(self) -> (i32, &'static str, &'static str, u32);
 }
 
 impl Status {
@@ -76,15 +76,7 @@ impl Status {
     /// 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28, `NBD_EOVERFLOW` 75 (unused here), `NBD_ENOTSUP`
     /// 95, `NBD_ESHUTDOWN` 108.
     pub const fn nbd(self) -> u32 {
-        match self {
-            Status::ReadOnly => 1,
-            Status::Resource => 12,
-            Status::Invalid => 22,
-            Status::NoSpace => 28,
-            Status::NotSupported => 95,
-            Status::Offline => 108,
-            _ => 5,
-        }
+        self.row().3
     }
 }
 
