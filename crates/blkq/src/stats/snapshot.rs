@@ -100,11 +100,6 @@ impl StatsSnapshot {
         fields
     }
 
-    /// The fields as the kernel prints them, each right-aligned in eight columns.
-    pub fn sysfs_line(&self) -> String {
-        self.fields().map(|field| format!("{field:8}")).join(" ")
-    }
-
     /// The counts since `earlier`. Values that are not counters stay as in `self`: requests in flight and
     /// their maximum, hangs, and the longest use of a clock reading.
     #[must_use]
