@@ -66,13 +66,7 @@ pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 /// ([`Registrar::register_memory`](crate::Registrar::register_memory)). Dropping the value ends the
 /// registration.
 #[derive(Debug)]
-pub struct RegisteredMemory(u16);
-
-impl RegisteredMemory {
-    pub(crate) fn new(number: u16) -> RegisteredMemory {
-        RegisteredMemory(number)
-    }
-}
+pub struct RegisteredMemory(pub(crate) u16);
 
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {

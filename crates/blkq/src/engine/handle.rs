@@ -1,3 +1,5 @@
+//! The handle and the thread of an engine: the calls of other threads.
+
 use std::any::Any;
 use std::sync::Arc;
 
@@ -6,29 +8,13 @@ use crate::error::{Error, ErrorKind};
 use crate::kick::Kick;
 use crate::queue::hang::HangScan;
 use crate::ring::{Registrar, policy};
-use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::mpsc::{Receiver, channel};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, lock, receive, try_lock};
 use crate::trace::TraceMemory;
 
-use super::Engine;
-use super::source::{FIRST_SOURCE, Source, SourceId};
 use super::worker::STACK_BYTES;
-
-/// A job for the thread of the engine, which runs it between two turns.
-pub(super) type Message = Box<dyn FnOnce(&mut Engine) + Send>;
-
-struct Mailbox {
-    /// `None` once the engine has exited.
-    messages: Mutex<Option<Vec<Message>>>,
-    kick: Arc<Kick>,
-    /// The number of kernel buffer slots of the engine's ring.
-    kernel_buffers: u16,
-}
-
-/// A handle for sending messages to an engine from any thread.
-#[derive(Clone)]
-pub struct EngineHandle(Arc<Mailbox>);
+use super::{Engine, EngineHandle, FIRST_SOURCE, Mailbox, Message, Source, SourceId, StopNotice, exited};
 
 impl EngineHandle {
     pub(super) fn new(kick: Arc<Kick>, kernel_buffers: u16) -> EngineHandle {
@@ -132,23 +118,6 @@ impl EngineHandle {
     /// Stops source `id`, and waits until it has nothing in flight and was dropped.
     pub fn stop_source(&self, id: SourceId, force: bool) {
         self.begin_stop(id, force).wait();
-    }
-}
-
-pub(super) fn exited() -> Error {
-    Error::new(ErrorKind::System, "the engine has exited")
-}
-
-/// A source that an engine stops. Dropping the notice notifies the thread that waits for it: the engine drops the
-/// notice after the source, or with the engine's ring.
-pub(super) struct StopNotice {
-    pub id: SourceId,
-    pub stopped: Sender<()>,
-}
-
-impl Drop for StopNotice {
-    fn drop(&mut self) {
-        let _ = self.stopped.send(());
     }
 }
 

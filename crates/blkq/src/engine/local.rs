@@ -1,5 +1,6 @@
 //! [`LocalQueue`]: a hardware queue and its ring, owned by the thread that submits to it and polls it.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -172,13 +173,8 @@ impl LocalQueue {
     /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and the previously reported I/O that has completed
     /// since: see [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
-        self.queue.name_failed(|user_data, text| _ = write!(text, "user_data {user_data}"));
-        let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
-        for hang in &mut scan.hangs {
-            hang.client =
-                hang.user_data.map(|user_data| format!("user_data {user_data}")).or(hang.client.take());
-        }
-        scan
+        let name = |user_data, text: &mut dyn fmt::Write| _ = write!(text, "user_data {user_data}");
+        super::scan_queue(&mut self.queue, now_ns, limit_ns, name)
     }
 
     /// Writes the events of this queue into its ring in `memory` from now on; `None` stops the trace.

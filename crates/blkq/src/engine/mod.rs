@@ -11,26 +11,26 @@ mod simulated;
 mod source;
 mod worker;
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::bio::Completion;
 use crate::clock::time_until;
 use crate::disk::Disk;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
+use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, KICK, Registrar, Ring, RingCounters, Token};
-use crate::sync::mpsc::channel;
+use crate::sync::Mutex;
+use crate::sync::mpsc::{Sender, channel};
 use crate::trace::TraceMemory;
 
-pub use handle::{EngineHandle, EngineThread, HangScanReply, StoppingSource};
-use handle::{Message, StopNotice};
+pub use handle::{EngineThread, HangScanReply, StoppingSource};
 #[cfg(any(simulation, fuzz_interface))]
 #[doc(hidden)]
 pub use simulated::SimulatedEngine;
-use source::{EngineParts, FIRST_SOURCE};
-pub use source::{Source, SourceContext, SourceId};
 pub use worker::Worker;
 
 const RING_ENTRIES: u32 = 512;
@@ -48,6 +48,130 @@ impl Drop for AbortOnUnwind {
             std::process::abort();
         }
     }
+}
+
+/// Owners in tokens of the ring: queues are numbered from 0, sources from here on, and the engine itself has
+/// the last number.
+const FIRST_SOURCE: u16 = 0x100;
+
+/// A producer of I/O on an engine: the server of an attachment, or the client of a test. All methods run on
+/// the engine's thread and must not block.
+///
+/// # Safety
+/// Sources free memory when they are notified that it is no longer in use. Therefore [`Source::is_stopped`]
+/// must return true only when nothing that the source pushed or submitted is in flight, because another
+/// source will reuse its number; an exception is that the engine exits too. A source that wraps another
+/// source must pass on each notification once, and each completion only to the source that submitted it.
+pub unsafe trait Source {
+    /// Called when the source is part of the engine: submit the operations that the source waits for. If this
+    /// fails, the engine stops the source, without force, and drops it.
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
+
+    /// A submission pushed through [`SourceContext::push`] completed; its payload is in the token.
+    fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe);
+
+    /// A bio submitted through [`SourceContext::submit`] completed.
+    fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion);
+
+    /// A message from another thread, sent through [`EngineHandle::send`].
+    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        let _ = (cx, message);
+    }
+
+    /// Called in every turn, after the methods above: submit what was parsed, send what is ready. Called
+    /// again in the same turn if bios complete immediately. Bios submitted in one turn share a plug. If
+    /// clients decide how much work there is, the source must stop at [`TURN_BUDGET`](crate::TURN_BUDGET),
+    /// and return 0 from [`Source::deadline_ns`] while work is left.
+    fn on_turn(&mut self, cx: &mut SourceContext<'_>);
+
+    /// The latest time at which [`Source::on_turn`] must be called, in nanoseconds of the monotonic clock.
+    fn deadline_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Writes a description of the client that submitted the bio with `user_data`, whose completion the
+    /// source has not received yet. Writes nothing if the client is unknown. Must not allocate.
+    fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
+        let _ = (user_data, text);
+        Ok(())
+    }
+
+    /// Whether no client waits for the bio in flight that was submitted with `user_data`. If such a bio is
+    /// held after an error ([`ErrorPolicy`](crate::ErrorPolicy)), it completes with that error.
+    fn is_abandoned(&self, user_data: u64) -> bool {
+        let _ = user_data;
+        false
+    }
+
+    /// Starts to stop the source: accept no new work, and complete what is in flight; with `force`,
+    /// disconnect clients. Called again, with `force`, if the engine exits meanwhile.
+    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
+
+    /// Whether nothing is in flight and the source may be dropped.
+    fn is_stopped(&self) -> bool;
+}
+
+/// Identifies a source of an engine. An engine never uses an id twice, so a late message for a dropped source
+/// reaches no other source.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct SourceId {
+    /// The owner in the source's tokens, which a later source may reuse.
+    owner: u16,
+    generation: u64,
+}
+
+impl SourceId {
+    fn index(self) -> usize {
+        usize::from(self.owner - FIRST_SOURCE)
+    }
+}
+
+/// The parts of the engine that a source borrows during a call.
+struct EngineParts {
+    pub ring: Ring,
+    pub queues: Vec<Queue>,
+    pub handle: EngineHandle,
+    pub turn: u64,
+    pub exits: bool,
+    pub worker: Worker,
+}
+
+/// The part of the engine that a source can access.
+pub struct SourceContext<'a> {
+    parts: &'a mut EngineParts,
+    id: SourceId,
+}
+
+/// A job for the thread of the engine, which runs it between two turns.
+type Message = Box<dyn FnOnce(&mut Engine) + Send>;
+
+struct Mailbox {
+    /// `None` once the engine has exited.
+    messages: Mutex<Option<Vec<Message>>>,
+    kick: Arc<Kick>,
+    /// The number of kernel buffer slots of the engine's ring.
+    kernel_buffers: u16,
+}
+
+/// A handle for sending messages to an engine from any thread.
+#[derive(Clone)]
+pub struct EngineHandle(Arc<Mailbox>);
+
+/// A source that an engine stops. Dropping the notice notifies the thread that waits for it: the engine drops the
+/// notice after the source, or with the engine's ring.
+struct StopNotice {
+    id: SourceId,
+    stopped: Sender<()>,
+}
+
+impl Drop for StopNotice {
+    fn drop(&mut self) {
+        let _ = self.stopped.send(());
+    }
+}
+
+fn exited() -> Error {
+    Error::new(ErrorKind::System, "the engine has exited")
 }
 
 struct AttachedSource {
@@ -224,17 +348,9 @@ impl Engine {
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
         for queue in &mut self.parts.queues {
-            queue.name_failed(|user_data, text| write_client(&self.attached, user_data, text));
-            let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
-            for hang in &mut scan.hangs {
-                // A bio without `user_data` is waited for by a thread, whose name the queue has recorded as
-                // the client.
-                let Some(user_data) = hang.user_data else { continue };
-                let mut client = String::new();
-                write_client(&self.attached, user_data, &mut client);
-                hang.client = (!client.is_empty()).then_some(client);
-            }
-            all.add(scan);
+            let of_source =
+                |user_data, text: &mut dyn fmt::Write| write_client(&self.attached, user_data, text);
+            all.add(scan_queue(queue, now_ns, limit_ns, of_source));
         }
         all
     }
@@ -263,7 +379,7 @@ impl Engine {
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         if self.parts.exits {
-            return Err(handle::exited());
+            return Err(exited());
         }
         let index = self.attached.iter().position(Option::is_none).unwrap_or(self.attached.len());
         if index == self.attached.len() {
@@ -349,6 +465,26 @@ fn write_client(attached: &[Option<AttachedSource>], user_data: u64, text: &mut 
         // The buffer may truncate the name.
         let _ = source.write_client(own, text);
     }
+}
+
+/// Scans a queue for hangs, and names the clients of those that it finds: `write_client` writes the name of the client
+/// that submitted a bio with the given `user_data`.
+fn scan_queue(
+    queue: &mut Queue,
+    now_ns: u64,
+    limit_ns: u64,
+    write_client: impl Fn(u64, &mut dyn fmt::Write),
+) -> HangScan {
+    queue.name_failed(&write_client);
+    let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
+    for hang in &mut scan.hangs {
+        // A bio without `user_data` is waited for by a thread, whose name the queue has recorded as the client.
+        let Some(user_data) = hang.user_data else { continue };
+        let mut client = String::new();
+        write_client(user_data, &mut client);
+        hang.client = (!client.is_empty()).then_some(client);
+    }
+    scan
 }
 
 impl Drop for Engine {

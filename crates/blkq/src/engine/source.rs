@@ -1,112 +1,19 @@
+//! [`SourceContext`]: the calls of a source on the engine.
+
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 
 use io_uring::{squeue, types};
 
-use crate::bio::{Bio, Completion};
+use crate::bio::Bio;
 use crate::clock::monotonic_ns;
 use crate::disk::Disk;
-use crate::error::Error;
 use crate::limits::QueueLimits;
-use crate::queue::Queue;
-use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
+use crate::ring::{FileSlot, Registrar, Token};
 use crate::trace::TraceClient;
 
-use super::handle::EngineHandle;
 use super::worker::{Job, Worker};
-
-/// Owners in tokens of the ring: queues are numbered from 0, sources from here on, and the engine itself has
-/// the last number.
-pub(super) const FIRST_SOURCE: u16 = 0x100;
-
-/// A producer of I/O on an engine: the server of an attachment, or the client of a test. All methods run on
-/// the engine's thread and must not block.
-///
-/// # Safety
-/// Sources free memory when they are notified that it is no longer in use. Therefore [`Source::is_stopped`]
-/// must return true only when nothing that the source pushed or submitted is in flight, because another
-/// source will reuse its number; an exception is that the engine exits too. A source that wraps another
-/// source must pass on each notification once, and each completion only to the source that submitted it.
-pub unsafe trait Source {
-    /// Called when the source is part of the engine: submit the operations that the source waits for. If this
-    /// fails, the engine stops the source, without force, and drops it.
-    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
-
-    /// A submission pushed through [`SourceContext::push`] completed; its payload is in the token.
-    fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe);
-
-    /// A bio submitted through [`SourceContext::submit`] completed.
-    fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion);
-
-    /// A message from another thread, sent through [`EngineHandle::send`].
-    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
-        let _ = (cx, message);
-    }
-
-    /// Called in every turn, after the methods above: submit what was parsed, send what is ready. Called
-    /// again in the same turn if bios complete immediately. Bios submitted in one turn share a plug. If
-    /// clients decide how much work there is, the source must stop at [`TURN_BUDGET`](crate::TURN_BUDGET),
-    /// and return 0 from [`Source::deadline_ns`] while work is left.
-    fn on_turn(&mut self, cx: &mut SourceContext<'_>);
-
-    /// The latest time at which [`Source::on_turn`] must be called, in nanoseconds of the monotonic clock.
-    fn deadline_ns(&self) -> Option<u64> {
-        None
-    }
-
-    /// Writes a description of the client that submitted the bio with `user_data`, whose completion the
-    /// source has not received yet. Writes nothing if the client is unknown. Must not allocate.
-    fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
-        let _ = (user_data, text);
-        Ok(())
-    }
-
-    /// Whether no client waits for the bio in flight that was submitted with `user_data`. If such a bio is
-    /// held after an error ([`ErrorPolicy`](crate::ErrorPolicy)), it completes with that error.
-    fn is_abandoned(&self, user_data: u64) -> bool {
-        let _ = user_data;
-        false
-    }
-
-    /// Starts to stop the source: accept no new work, and complete what is in flight; with `force`,
-    /// disconnect clients. Called again, with `force`, if the engine exits meanwhile.
-    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
-
-    /// Whether nothing is in flight and the source may be dropped.
-    fn is_stopped(&self) -> bool;
-}
-
-/// Identifies a source of an engine. An engine never uses an id twice, so a late message for a dropped source
-/// reaches no other source.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct SourceId {
-    /// The owner in the source's tokens, which a later source may reuse.
-    pub(super) owner: u16,
-    pub(super) generation: u64,
-}
-
-impl SourceId {
-    pub(super) fn index(self) -> usize {
-        usize::from(self.owner - FIRST_SOURCE)
-    }
-}
-
-/// The parts of the engine that a source borrows during a call.
-pub(super) struct EngineParts {
-    pub ring: Ring,
-    pub queues: Vec<Queue>,
-    pub handle: EngineHandle,
-    pub turn: u64,
-    pub exits: bool,
-    pub worker: Worker,
-}
-
-/// The part of the engine that a source can access.
-pub struct SourceContext<'a> {
-    pub(super) parts: &'a mut EngineParts,
-    pub(super) id: SourceId,
-}
+use super::{EngineHandle, SourceContext, SourceId};
 
 impl SourceContext<'_> {
     /// Submits `entry`. [`Source::on_cqe`] receives its completion, with the low 48 bits of `payload`.

@@ -1,9 +1,7 @@
-#[cfg(not(simulation))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::sync::mpsc::Sender;
-#[cfg(not(simulation))]
-use crate::sync::{mpsc::channel, thread};
+use crate::sync::mpsc::{Sender, channel};
+use crate::sync::thread;
 
 /// The stack size of an engine thread and of its worker, in bytes.
 pub(super) const STACK_BYTES: usize = 256 << 10;
@@ -12,7 +10,6 @@ pub(super) type Job = Box<dyn FnOnce() + Send>;
 
 /// A thread for operations that may block. It is started for its first job. When the worker is dropped, the
 /// thread completes its jobs and exits.
-#[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
 pub struct Worker {
     name: &'static str,
     jobs: Option<Sender<Job>>,
@@ -24,15 +21,12 @@ impl Worker {
         Worker { name, jobs: None }
     }
 
-    /// Runs the job immediately, because the simulation has only one thread.
-    #[cfg(simulation)]
+    /// Queues `job` for the thread, which runs jobs in order. The simulated world has one thread, where the job
+    /// runs immediately.
     pub(super) fn run(&mut self, job: Job) {
-        job();
-    }
-
-    /// Queues `job` for the thread, which runs jobs in order.
-    #[cfg(not(simulation))]
-    pub(super) fn run(&mut self, job: Job) {
+        if cfg!(simulation) {
+            return job();
+        }
         let jobs = self.jobs.get_or_insert_with(|| {
             let (sender, receiver) = channel::<Job>();
             let body = move || {

@@ -1,6 +1,7 @@
 //! The io_uring of a thread: set-up with fallbacks for older kernels, probing, registered files and buffers,
 //! and a submission queue that never reports that it is full.
 
+mod policy;
 mod registrar;
 #[cfg(simulation)]
 mod simulated;
@@ -13,7 +14,7 @@ mod uring;
 
 #[cfg(not(model_check))]
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use io_uring::{opcode, types};
 
@@ -21,37 +22,24 @@ use crate::buffer::Segment;
 use crate::error::Error;
 use crate::kick::Kick;
 
+pub use policy::Policy;
+pub(crate) use policy::policy;
 pub use registrar::Registrar;
 #[cfg(simulation)]
 pub(crate) use simulated::Ring;
+pub(crate) use token::KICK;
 pub use token::{Cqe, FileSlot, RingCounters, Token};
 #[cfg(model_check)]
 pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
-/// The operations that are permitted on the rings of a confined process. A system call filter does not see
-/// operations of a ring, so the ring itself has to be restricted.
-#[derive(Clone, Copy, Debug)]
-pub struct Policy {
-    /// The numbers (`opcode::X::CODE`) of the permitted operations. The kernel fails all others with EACCES.
-    pub operations: &'static [u8],
-    /// Called on the thread of each engine once its ring is set up. The engine sets up no other ring.
-    pub sealed: fn() -> Result<(), Error>,
-}
-
-static POLICY: OnceLock<Policy> = OnceLock::new();
-
 /// Applies `policy` to all rings set up from now on. Only the first call of a process takes effect.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
     uring::read_limits();
     // A second policy is either identical or too late, because rings may exist already.
-    let _ = POLICY.set(policy);
-}
-
-pub(crate) fn policy() -> Option<&'static Policy> {
-    POLICY.get()
+    let _ = policy::POLICY.set(policy);
 }
 
 /// The largest number of bytes that can be registered together: 1 GiB (io_uring/rsrc.c,
@@ -75,9 +63,6 @@ impl RingProbe {
     }
 }
 
-/// The owner in the tokens of operations that wait for kicks.
-pub(crate) const KICK: u16 = u16::MAX;
-
 /// The operations that every blkq engine uses, with their names, for probing.
 pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
     ("IORING_OP_READ", opcode::Read::CODE),
@@ -86,10 +71,12 @@ pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
 ];
 
 impl Ring {
-    /// The index of a registered file, for use in an entry. Panics if this ring has not registered the file.
+    /// The index of a registered file, for use in an entry. Panics if the file is not registered with this ring:
+    /// another file may have its index by now.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        slot.of_ring(self.tables.ring)
+        assert!(slot.ring == self.tables.ring, "the file is not registered with this ring");
+        types::Fixed(slot.index)
     }
 
     /// The slot of the registered buffer in which `segment` lies, for use in an entry. `None` if the buffer

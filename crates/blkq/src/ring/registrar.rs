@@ -5,6 +5,8 @@
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
+use io_uring::types;
+
 use super::{FileSlot, Ring};
 use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory};
 use crate::error::{Error, ErrorKind};
@@ -43,7 +45,7 @@ impl<'a> Registrar<'a> {
             return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
         };
         match self.0.update_file(slot, fd.as_raw_fd()) {
-            Ok(()) => Ok(FileSlot::new(self.0.tables.ring, slot)),
+            Ok(()) => Ok(FileSlot { ring: self.0.tables.ring, index: slot }),
             Err(e) => {
                 self.0.tables.free_files.push(slot);
                 Err(Error::system("cannot register a file with io_uring", e))
@@ -55,9 +57,10 @@ impl<'a> Registrar<'a> {
     /// slot is dropped instead, the file stays in the table until the ring is dropped. Panics if the slot is
     /// empty, or belongs to another ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
-        let slot = slot.take(self.0.tables.ring);
-        if self.0.update_file(slot, -1).is_ok() {
-            self.0.tables.free_files.push(slot);
+        let types::Fixed(index) = self.0.file(slot);
+        slot.ring = 0;
+        if self.0.update_file(index, -1).is_ok() {
+            self.0.tables.free_files.push(index);
         }
     }
 
@@ -119,7 +122,7 @@ impl<'a> Registrar<'a> {
         let claimed = self.0.tables.claim(0, usize::MAX, Some(owner));
         let (place, number) = claimed.ok_or_else(table_is_full)?;
         match self.0.update_buffer(place, start.as_ptr(), bytes) {
-            Ok(()) => Ok(RegisteredMemory::new(number)),
+            Ok(()) => Ok(RegisteredMemory(number)),
             Err(error) => {
                 self.0.tables.remove(place, true);
                 Err(Error::system("cannot register memory with io_uring", error))

@@ -6,7 +6,7 @@ use std::time::Duration;
 use io_uring::squeue;
 
 use super::tables::Tables;
-use super::{Cqe, RingCounters, Token};
+use super::token::{Cqe, RingCounters, Token};
 use crate::error::Error;
 use crate::simulation::world;
 

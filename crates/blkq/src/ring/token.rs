@@ -1,4 +1,4 @@
-use io_uring::{cqueue, types};
+use io_uring::cqueue;
 
 /// Identifies an operation of the ring: 16 bits for its owner, and 48 bits of payload for the owner's use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,6 +25,9 @@ impl Token {
 }
 
 const PAYLOAD_MASK: u64 = (1 << 48) - 1;
+
+/// The owner in the tokens of operations that wait for kicks.
+pub(crate) const KICK: u16 = u16::MAX;
 
 /// The completion of one submission.
 #[derive(Clone, Copy, Debug)]
@@ -64,27 +67,6 @@ pub struct RingCounters {
 #[derive(Debug)]
 pub struct FileSlot {
     /// The ring's number; 0 once the file is unregistered.
-    ring: u64,
-    index: u32,
-}
-
-impl FileSlot {
-    pub(crate) fn new(ring: u64, index: u32) -> FileSlot {
-        FileSlot { ring, index }
-    }
-
-    /// The index in the table of ring number `ring`. Panics if the slot belongs to another ring, or was
-    /// unregistered: another file may have its index by now.
-    #[inline]
-    pub(crate) fn of_ring(&self, ring: u64) -> types::Fixed {
-        assert!(self.ring == ring, "the file is not registered with this ring");
-        types::Fixed(self.index)
-    }
-
-    /// Empties the slot and returns its index in ring number `ring`, as [`FileSlot::of_ring`] does.
-    pub(crate) fn take(&mut self, ring: u64) -> u32 {
-        let types::Fixed(index) = self.of_ring(ring);
-        self.ring = 0;
-        index
-    }
+    pub(super) ring: u64,
+    pub(super) index: u32,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use io_uring::squeue;
 
 use super::tables::Tables;
-use super::{Cqe, KICK, RingCounters, Token};
+use super::token::{Cqe, KICK, RingCounters, Token};
 use crate::error::Error;
 use crate::sync::thread;
 

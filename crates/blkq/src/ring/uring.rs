@@ -7,8 +7,9 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
+use super::policy::policy;
 use super::tables::Tables;
-use super::{Cqe, RingCounters, Token, policy};
+use super::token::{Cqe, RingCounters, Token};
 use crate::error::Error;
 
 /// The number of slots of the table of registered files. Halved while the process cannot open that many.
