@@ -50,8 +50,7 @@ impl Drop for AbortOnUnwind {
     }
 }
 
-/// Owners in tokens of the ring: queues are numbered from 0, sources from here on, and the engine itself has
-/// the last number.
+/// Owners in tokens of the ring: queues are numbered from 0, sources from here on. [`KICK`] is the last number.
 const FIRST_SOURCE: u16 = 0x100;
 
 /// A producer of I/O on an engine: the server of an attachment, or the client of a test. All methods run on
@@ -128,12 +127,12 @@ impl SourceId {
 
 /// The parts of the engine that a source borrows during a call.
 struct EngineParts {
-    pub ring: Ring,
-    pub queues: Vec<Queue>,
-    pub handle: EngineHandle,
-    pub turn: u64,
-    pub exits: bool,
-    pub worker: Worker,
+    ring: Ring,
+    queues: Vec<Queue>,
+    handle: EngineHandle,
+    turn: u64,
+    exits: bool,
+    worker: Worker,
 }
 
 /// The part of the engine that a source can access.
@@ -142,7 +141,7 @@ pub struct SourceContext<'a> {
     id: SourceId,
 }
 
-/// A job for the thread of the engine, which runs it between two turns.
+/// A job for the thread of the engine, which runs it at the beginning of its next turn.
 type Message = Box<dyn FnOnce(&mut Engine) + Send>;
 
 struct Mailbox {
@@ -157,8 +156,8 @@ struct Mailbox {
 #[derive(Clone)]
 pub struct EngineHandle(Arc<Mailbox>);
 
-/// A source that an engine stops. Dropping the notice notifies the thread that waits for it: the engine drops the
-/// notice after the source, or with the engine's ring.
+/// Notifies the thread that waits for a source to stop, when the notice is dropped. The engine drops it after the
+/// source, and when the engine exits, after its ring.
 struct StopNotice {
     id: SourceId,
     stopped: Sender<()>,

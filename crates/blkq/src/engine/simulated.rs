@@ -55,7 +55,7 @@ impl SimulatedEngine {
     #[cfg(simulation)]
     fn counts(&self) -> (u64, u64) {
         let batches = self.0.parts.queues[0].disk().counter(crate::stats::Counter::DispatchBatches);
-        (self.0.parts.ring.counters().completions, batches)
+        (self.0.parts.ring.reaped, batches)
     }
 
     /// Runs one turn, and collects completions for the next turn without waiting.

@@ -18,6 +18,8 @@ pub struct Ring {
     files: Vec<RawFd>,
     pub(super) tables: Tables,
     pub(super) counters: RingCounters,
+    /// The number of completions that were reaped.
+    pub reaped: u64,
 }
 
 #[allow(missing_docs, reason = "documented at the real ring")]
@@ -28,6 +30,7 @@ impl Ring {
             files: vec![-1; FILE_SLOTS as usize],
             tables: Tables::new(FILE_SLOTS, BUFFER_SLOTS, usize::MAX, 0),
             counters: RingCounters::default(),
+            reaped: 0,
         })
     }
 
@@ -70,7 +73,7 @@ impl Ring {
         world().reap(&mut |user_data, result, flags| {
             into.push(Cqe { token: Token(user_data), result, flags });
         });
-        self.counters.completions += (into.len() - before) as u64;
+        self.reaped += (into.len() - before) as u64;
     }
 
     pub(super) fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {

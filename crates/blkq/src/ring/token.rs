@@ -57,8 +57,6 @@ pub struct RingCounters {
     pub early_submissions: u64,
     /// Operations that were added to the submission queue.
     pub submissions: u64,
-    /// Completions that were reaped from the completion queue.
-    pub completions: u64,
 }
 
 /// A file in a ring's table. Operations on it avoid the reference counting of descriptors. Created by

@@ -23,8 +23,6 @@ pub(crate) use histogram::bucket_of as latency_bucket;
 pub use histogram::{Histogram, LATENCY_BUCKETS};
 pub use snapshot::{GroupSnapshot, StatsSnapshot};
 
-use histogram::bucket_of;
-
 enumeration! {
     /// The groups of operations that are counted separately (the kernel's `stat_group`).
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -338,7 +336,7 @@ impl StatsWriter {
             add(&stats.counters[Counter::NegativeLatencies as usize], requests);
         }
         let counters = &stats.groups[group as usize];
-        add(&stats.latencies[group as usize][bucket_of(latency_ns)], requests);
+        add(&stats.latencies[group as usize][latency_bucket(latency_ns)], requests);
         raise(&counters.latency_max_ns, latency_ns);
         add(&counters.ios, requests);
         add(&counters.sectors, sectors);

@@ -110,11 +110,6 @@ impl TraceMemory {
         self.writable
     }
 
-    /// The size of each queue's ring, in bytes.
-    pub fn ring_bytes(&self) -> u64 {
-        self.pages * PAGE_BYTES
-    }
-
     pub(super) fn place(&self, queue: usize) -> Option<RingPlace> {
         let first = first_page(self.queues) + queue * self.pages as usize * PAGE_WORDS;
         let position = HEADER_WORDS + queue * POSITION_WORDS;

@@ -260,7 +260,10 @@ mod tests {
         let memory = TraceMemory::new(2, RING_BYTES_MIN).expect("memory");
         let file: OwnedFd = memory.file().try_clone_to_owned().expect("a descriptor");
         let read = TraceMemory::open(file).expect("its memory");
-        assert_eq!((read.queue_count(), read.ring_bytes()), (2, RING_BYTES_MIN));
+        assert_eq!(
+            (read.queue_count(), read.place(1).expect("a queue").pages * PAGE_BYTES),
+            (2, RING_BYTES_MIN)
+        );
         (memory, read)
     }
 
