@@ -9,7 +9,6 @@
 //! executed, in the order of the machine code. So a store has release ordering if the next daemon must not
 //! find it without the stores before it: that ordering keeps the compiler from reordering them.
 
-use std::cmp::Reverse;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -173,6 +172,8 @@ pub struct Recovered {
 
 /// Sorts the chains, the oldest last, and returns the counter of the next chain.
 pub fn sort_recovered(chains: &mut [Recovered]) -> u64 {
-    chains.sort_by_key(|chain| Reverse(chain.counter));
+    chains.sort_by_key(|chain| chain.counter);
+    // Of chains with equal counters, which only a foreign record has, the first is taken first.
+    chains.reverse();
     chains.first().map_or(0, |newest| newest.counter.wrapping_add(1))
 }

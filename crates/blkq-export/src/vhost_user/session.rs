@@ -139,13 +139,14 @@ impl Session {
                         let state = VringState { index, number: vring.stop_for_base() };
                         return Ok(Some(Reply::new(code, state.as_bytes())));
                     }
-                    _ if number > 1 => {
+                    code::SET_VRING_ENABLE if number > 1 => {
                         return Err(refuse(format!("a ring cannot have the state {number}")));
                     }
-                    _ => {
+                    code::SET_VRING_ENABLE => {
                         vring.set_enabled(number == 1);
                         self.start_ring(index);
                     }
+                    _ => unreachable!("the codes of the outer pattern"),
                 }
             }
             (code::SET_VRING_ADDR, _) => {
@@ -158,10 +159,11 @@ impl Session {
                 match code {
                     code::SET_VRING_CALL => vring.set_call(&shared, file)?,
                     code::SET_VRING_ERR => vring.set_error(&shared, file)?,
-                    _ => {
+                    code::SET_VRING_KICK => {
                         vring.set_kick(file)?;
                         self.start_ring(index);
                     }
+                    _ => unreachable!("the codes of the outer pattern"),
                 }
             }
             (code::GET_PROTOCOL_FEATURES, []) => return number(protocol::OFFERED),

@@ -171,8 +171,9 @@ impl VringSource {
         !self.rejected && !self.stopping || self.has_recovered()
     }
 
-    /// Takes the available requests. The budget is needed because the guest chooses the number of descriptors, because many requests may share an indirect
-    /// table, and because requests that complete immediately are not limited by the depth of the queue.
+    /// Takes the available requests. The budget is needed because the guest chooses the number of descriptors, because
+    /// many requests may share an indirect table, and because requests that complete immediately are not limited by the
+    /// depth of the queue.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
@@ -262,11 +263,10 @@ impl VringSource {
     /// Uses a bounce buffer if the disk does not accept the alignment of `data`.
     fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: usize) {
         let data = if is_aligned(cx, &slot) {
-            self.counters.registered += u64::from(match registered_pieces {
-                0 | 1 => registered_pieces == 1,
-                // Not all kernels can use registered memory in vectored calls.
-                _ => cx.registrar().supports(opcode::ReadvFixed::CODE),
-            });
+            // Not all kernels can use registered memory in vectored calls.
+            let is_registered = registered_pieces == 1
+                || registered_pieces > 1 && cx.registrar().supports(opcode::ReadvFixed::CODE);
+            self.counters.registered += u64::from(is_registered);
             data
         } else {
             let fits = slot.bytes <= BUFFER_MAX_BYTES;
@@ -488,7 +488,7 @@ unsafe impl Source for VringSource {
     }
 
     fn is_stopped(&self) -> bool {
-        // Requests that have completed are published at the end of each turn.
+        // Requests complete only in `on_bio` and `on_turn`, and are published at the end of `on_turn`.
         let idle = self.slots.len() == 0 && !self.has_recovered();
         self.stopping && idle && !self.poll_armed && !self.cancel_armed
     }
