@@ -3,14 +3,13 @@
 
 use std::cell::RefCell;
 use std::future::Future;
-use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::{Error, ErrorKind, IoBuffer, Segment, Status, Tag};
 
 use super::env::{Env, Shared};
-use super::operations::{Action, Executor, Memory, Submitted};
+use super::operations::{Executor, Memory};
 use super::write::{Source, write};
 
 /// Runs the task that `task` returns, while no queue does I/O. `what` completes the message "cannot ...".
@@ -27,11 +26,9 @@ pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
     while !executor.is_idle() {
         executor.run(&env.io);
         let mut idle = !env.io.has_paused();
-        while let Some(operation) = env.io.next_operation() {
+        while let Some((place, done)) = env.io.next(|op| op.perform(&shared.files)) {
             idle = false;
-            let file = &shared.files[usize::from(operation.layer)];
-            let done = perform(file.ring_file().as_raw_fd(), &operation);
-            env.io.complete(operation.place, done);
+            env.io.complete(place, done);
         }
         if idle && !executor.is_idle() {
             // The task waits for a change by another task, and no other task exists.
@@ -61,30 +58,4 @@ pub fn write_data(shared: &Arc<Shared>, position: u64, mut data: IoBuffer) -> Re
     let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
     let task = move |env: Rc<Env>| async move { write(&env, position, bytes, Source::Memory(&memory)).await };
     run(shared, &format!("write to {}", shared.path().display()), task)
-}
-
-/// Performs an operation; of a transfer at least a part of the first piece. Returns the result as io_uring
-/// does: the count, or a negative errno.
-pub fn perform(file: RawFd, operation: &Submitted) -> i32 {
-    let (offset, bytes) = (operation.range.start, operation.range.end - operation.range.start);
-    let (Ok(offset), Ok(bytes)) = (i64::try_from(offset), i64::try_from(bytes)) else { return -libc::EINVAL };
-    let (memory, length) = operation
-        .pieces
-        .first()
-        .map_or((std::ptr::null_mut(), 0), |piece| (piece.iov_base, piece.iov_len.min(i32::MAX as usize)));
-    let mode = operation.action.fallocate_mode();
-    // SAFETY: the pieces of an operation that has not completed point to valid memory. Nothing else uses the
-    // memory of a read, and the file is open.
-    let result = unsafe {
-        match operation.action {
-            Action::Read => libc::pread64(file, memory, length, offset) as i64,
-            Action::Write => libc::pwrite64(file, memory, length, offset) as i64,
-            Action::Sync => i64::from(libc::fdatasync(file)),
-            Action::Punch | Action::Extend => i64::from(libc::fallocate64(file, mode, offset, bytes)),
-        }
-    };
-    match i32::try_from(result) {
-        Ok(done) if done >= 0 => done,
-        _ => -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
-    }
 }

@@ -5,12 +5,16 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use blkq::{IoBuffer, IoResult, Segment, Status, Tag};
 use io_uring::{opcode, squeue, types};
+
+use crate::image_file::ImageFile;
 
 use super::epochs::{Epochs, InEpoch};
 
@@ -19,6 +23,8 @@ use super::epochs::{Epochs, InEpoch};
 struct Zeroes([u8; 64 << 10]);
 
 static ZEROES: Zeroes = Zeroes([0; _]);
+
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
 /// Attempts without progress after which an operation fails.
 const ATTEMPTS_MAX: u32 = 64;
@@ -36,23 +42,15 @@ pub enum Action {
     Extend,
 }
 
-impl Action {
-    /// The mode for fallocate(2); only [`Action::Punch`] and [`Action::Extend`] use it.
-    pub fn fallocate_mode(self) -> i32 {
-        if self == Action::Punch { libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE } else { 0 }
-    }
-}
-
 /// Owns the memory that the kernel uses, unless that is the memory of a request.
 #[derive(Default)]
 pub struct Op {
     pub action: Action,
-    /// The image of the chain whose file this is for.
-    pub layer: u8,
+    layer: u8,
     pub offset: u64,
     pub bytes: u64,
     /// The memory that is left to transfer: parts of `buffers`, or of the request with `tag`.
-    pieces: Vec<libc::iovec>,
+    pub pieces: Vec<libc::iovec>,
     pub buffers: Vec<IoBuffer>,
     tag: Option<Tag>,
     /// Direct I/O makes progress only in multiples of this number of bytes.
@@ -122,17 +120,55 @@ impl Op {
         self
     }
 
-    fn entry(&self, file: types::Fixed) -> squeue::Entry {
+    /// The image of the chain for whose file this is.
+    pub fn layer(&self) -> usize {
+        self.layer.into()
+    }
+
+    /// The bytes of the file that are left to transfer or change.
+    pub fn rest(&self) -> Range<u64> {
+        self.offset + self.done..self.offset + self.bytes
+    }
+
+    /// The submission to a ring of the rest of the operation.
+    pub fn entry(&self, file: types::Fixed) -> squeue::Entry {
         let (pieces, count) = (self.pieces.as_ptr(), self.pieces.len() as u32);
         let offset = self.offset + self.done;
+        let fallocate = |mode| opcode::Fallocate::new(file, self.bytes).offset(offset).mode(mode).build();
         match self.action {
             Action::Read => opcode::Readv::new(file, pieces, count).offset(offset).build(),
             Action::Write => opcode::Writev::new(file, pieces, count).offset(offset).build(),
             Action::Sync => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
-            Action::Punch | Action::Extend => opcode::Fallocate::new(file, self.bytes)
-                .offset(offset)
-                .mode(self.action.fallocate_mode())
-                .build(),
+            Action::Punch => fallocate(PUNCH_HOLE),
+            Action::Extend => fallocate(0),
+        }
+    }
+
+    /// Performs the operation with a system call; of a transfer at least a part of the first piece. Returns the result
+    /// as io_uring does: the count, or a negative errno.
+    pub fn perform(&self, files: &[Arc<ImageFile>]) -> i32 {
+        let file = files[self.layer()].ring_file().as_raw_fd();
+        let Range { start, end } = self.rest();
+        let (Ok(offset), Ok(bytes)) = (i64::try_from(start), i64::try_from(end - start)) else {
+            return -libc::EINVAL;
+        };
+        let (memory, length) = self.pieces.first().map_or((std::ptr::null_mut(), 0), |piece| {
+            (piece.iov_base, piece.iov_len.min(i32::MAX as usize))
+        });
+        // SAFETY: the pieces of an operation that has not completed point to valid memory. Nothing else uses the
+        // memory of a read, and the file is open.
+        let result = unsafe {
+            match self.action {
+                Action::Read => libc::pread64(file, memory, length, offset) as i64,
+                Action::Write => libc::pwrite64(file, memory, length, offset) as i64,
+                Action::Sync => i64::from(libc::fdatasync(file)),
+                Action::Punch => i64::from(libc::fallocate64(file, PUNCH_HOLE, offset, bytes)),
+                Action::Extend => i64::from(libc::fallocate64(file, 0, offset, bytes)),
+            }
+        };
+        match i32::try_from(result) {
+            Ok(done) if done >= 0 => done,
+            _ => -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
         }
     }
 
@@ -176,21 +212,15 @@ impl Op {
         }
     }
 
-    fn skip(&mut self, mut bytes: u64) {
-        let fits = |piece: &libc::iovec| {
-            let len = piece.iov_len as u64;
-            let fits = len <= bytes;
-            if fits {
-                bytes -= len;
-            }
-            !fits
-        };
-        let kept = self.pieces.iter().position(fits).unwrap_or(self.pieces.len());
-        self.pieces.drain(..kept);
-        if let Some(first) = self.pieces.first_mut() {
-            first.iov_base = first.iov_base.wrapping_byte_add(bytes as usize);
-            first.iov_len -= bytes as usize;
-        }
+    fn skip(&mut self, bytes: u64) {
+        let mut left = bytes as usize;
+        self.pieces.retain_mut(|piece| {
+            let part = left.min(piece.iov_len);
+            left -= part;
+            piece.iov_base = piece.iov_base.wrapping_byte_add(part);
+            piece.iov_len -= part;
+            piece.iov_len > 0
+        });
     }
 
     fn clear(&mut self) {
@@ -260,15 +290,6 @@ struct Slot {
     result: Option<IoResult>,
     /// The task that waits for the operation; `None` if the task was dropped.
     task: Option<u32>,
-}
-
-/// An operation to perform without a ring. Its memory is valid until [`Io::complete`] gets its result.
-pub struct Submitted {
-    pub place: u32,
-    pub action: Action,
-    pub layer: u8,
-    pub range: std::ops::Range<u64>,
-    pub pieces: Vec<libc::iovec>,
 }
 
 #[derive(Default)]
@@ -362,21 +383,13 @@ impl Io {
         Some(state.finished.swap_remove(index))
     }
 
-    /// Takes the next submitted operation, for the kernel. The memory of the entry stays valid until
-    /// [`Io::complete`] gets the result.
-    pub fn next_entry(&self, file: impl Fn(u8) -> types::Fixed) -> Option<(u32, squeue::Entry)> {
+    /// Takes the next submitted operation: its place, and what `begin` returns for it. The memory of the operation
+    /// stays valid until [`Io::complete`] gets the result.
+    pub fn next<T>(&self, begin: impl FnOnce(&Op) -> T) -> Option<(u32, T)> {
         let mut state = self.0.borrow_mut();
         let place = state.submitted.pop_front()?;
         let slot = state.slots[place as usize].as_ref()?;
-        Some((place, slot.op.entry(file(slot.op.layer))))
-    }
-
-    pub fn next_operation(&self) -> Option<Submitted> {
-        let mut state = self.0.borrow_mut();
-        let place = state.submitted.pop_front()?;
-        let op = &state.slots[place as usize].as_ref()?.op;
-        let range = op.offset + op.done..op.offset + op.bytes;
-        Some(Submitted { place, action: op.action, layer: op.layer, range, pieces: op.pieces.clone() })
+        Some((place, begin(&slot.op)))
     }
 
     pub fn complete(&self, place: u32, result: i32) {
@@ -444,10 +457,8 @@ impl Drop for Running<'_> {
         match state.slots.get_mut(place) {
             Some(Some(slot)) if slot.result.is_none() => slot.task = None,
             Some(slot @ Some(_)) => {
-                let done = slot.take();
+                *slot = None;
                 state.free.push(self.place);
-                drop(state);
-                drop(done);
             }
             _ => {}
         }

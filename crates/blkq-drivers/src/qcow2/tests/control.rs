@@ -1,13 +1,11 @@
 //! The control plane: block status, sizes, read-only.
 
 use std::cell::Cell;
-use std::os::fd::AsRawFd;
 use std::rc::Rc;
 
 use super::*;
-use crate::qcow2::io::blocking::perform;
 use crate::qcow2::io::env::{BOUNCE_MAX_BYTES, Env};
-use crate::qcow2::io::operations::{Action, Executor};
+use crate::qcow2::io::operations::{Action, Executor, Op};
 use crate::qcow2::io::write::{Source, write};
 use crate::{DriverOptions, DriverSpec, ImageFormat};
 
@@ -144,13 +142,12 @@ fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
         executor.spawn(&env.io, async move { kept.set(Some(grow::grow(&tasks_env, larger).await)) });
         while result.get().is_none() {
             executor.run(&env.io);
-            while let Some(operation) = env.io.next_operation() {
-                let done = perform(
-                    device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd(),
-                    &operation,
-                );
-                let is_header = operation.action == Action::Write && operation.range.start == 0;
-                env.io.complete(operation.place, if is_header { -libc::EIO } else { done });
+            let perform = |op: &Op| {
+                let done = op.perform(&device.shared.files);
+                if op.action == Action::Write && op.offset == 0 { -libc::EIO } else { done }
+            };
+            while let Some((place, done)) = env.io.next(perform) {
+                env.io.complete(place, done);
             }
         }
         assert_eq!(result.get(), Some(Err(blkq::Status::Io)));
@@ -261,10 +258,8 @@ fn the_copies_of_many_writes_take_bounded_memory() {
         executor.run(&env.io);
         most = most.max(env.bounce.get());
         // Operations complete one at a time, so that as many as possible are in flight.
-        let Some(operation) = env.io.next_operation() else { break };
-        let done =
-            perform(device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
-        env.io.complete(operation.place, done);
+        let Some((place, done)) = env.io.next(|op| op.perform(&device.shared.files)) else { break };
+        env.io.complete(place, done);
     }
     assert_eq!((written.get(), env.bounce.get()), (32, 0));
     assert!((BOUNCE_MAX_BYTES / 2..=BOUNCE_MAX_BYTES).contains(&most), "{most}");

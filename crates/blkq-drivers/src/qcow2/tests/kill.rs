@@ -3,7 +3,6 @@
 //! completed, and leave an image in which qemu-img finds neither errors nor leaked clusters.
 // Contract: durability
 
-use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -12,7 +11,6 @@ use blkq::{IoBuffer, Segment, Tag};
 
 use super::power::{Disk, SECTOR, content_of, run_read};
 use super::*;
-use crate::qcow2::io::blocking::perform;
 use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::flush_metadata;
 use crate::qcow2::io::operations::{Executor, Memory};
@@ -508,9 +506,8 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     }
     while !executor.is_idle() {
         executor.run(&env.io);
-        while let Some(operation) = env.io.next_operation() {
-            let file = device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd();
-            env.io.complete(operation.place, perform(file, &operation));
+        while let Some((place, done)) = env.io.next(|op| op.perform(&device.shared.files)) {
+            env.io.complete(place, done);
         }
         let left = locked(&device.shared.state).journal.as_ref().unwrap().left(tag);
         assert_ne!(left, Left::Incomplete, "after {} writes", done.get());

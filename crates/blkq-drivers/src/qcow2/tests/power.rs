@@ -17,12 +17,22 @@ use crate::qcow2::bitmaps::places::{Places, exchange};
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::flush_metadata;
-use crate::qcow2::io::operations::{Action, Executor, Memory, Submitted};
+use crate::qcow2::io::operations::{Action, Executor, Memory, Op};
 use crate::qcow2::io::read::read_device;
 use crate::qcow2::io::write::{Source, write};
 use crate::qcow2::io::zero::{Wanted, clear};
 
 pub(super) const SECTOR: usize = 512;
+
+/// An operation in flight. Its memory is valid until [`Io::complete`](crate::qcow2::io::operations::Io::complete) gets
+/// its result.
+pub(super) struct Submitted {
+    place: u32,
+    action: Action,
+    layer: usize,
+    range: Range<u64>,
+    pieces: Vec<libc::iovec>,
+}
 
 /// The files of the chain in memory. Only the active image is written.
 pub(super) struct Disk {
@@ -53,9 +63,10 @@ impl Disk {
     }
 
     pub fn collect(&mut self, env: &Env) {
-        while let Some(operation) = env.io.next_operation() {
+        let submitted = |op: &Op| (op.action, op.layer(), op.rest(), op.pieces.clone());
+        while let Some((place, (action, layer, range, pieces))) = env.io.next(submitted) {
             self.clock += 1;
-            self.pending.push((self.clock, operation));
+            self.pending.push((self.clock, Submitted { place, action, layer, range, pieces }));
         }
     }
 
@@ -64,7 +75,7 @@ impl Disk {
             self.pending.swap_remove(random.below(self.pending.len() as u64) as usize);
         self.clock += 1;
         let (begin, end) = (operation.range.start as usize, operation.range.end as usize);
-        let file = &mut self.files[usize::from(operation.layer)];
+        let file = &mut self.files[operation.layer];
         let mut at = begin;
         let result = match operation.action {
             Action::Read => {
