@@ -46,11 +46,12 @@ use bitmaps::store::Qcow2Bitmaps;
 pub use chain::{BackingFile, backing_files};
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
+use io::blocking_reader::BlockingReader;
 use io::env::Shared;
 use io::flush_metadata::flush_metadata;
+use io::grow;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::reserve::free_reserved;
-use io::{extents, grow};
 pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::create::Base;
@@ -360,13 +361,13 @@ impl Driver for Qcow2 {
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        extents::of_chain(&self.shared, range, max, query_until_ns())
-            .map_err(|e| self.file().failed("read the extents of", e))
+        let found = BlockingReader::new(&self.shared).extents(range, max, query_until_ns());
+        found.map_err(|e| self.file().failed("read the extents of", e))
     }
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
-        extents::depths(&self.shared, range, max, query_until_ns())
-            .map_err(|e| self.file().failed("read the allocation of", e))
+        let found = BlockingReader::new(&self.shared).depths(range, max, query_until_ns());
+        found.map_err(|e| self.file().failed("read the allocation of", e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {

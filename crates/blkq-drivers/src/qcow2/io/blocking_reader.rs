@@ -1,12 +1,15 @@
-//! Lookups and reads on a thread that may wait for I/O, while the queue of the image continues.
+//! Lookups and reads on a thread that may wait for I/O, while the queue of the image continues: for the block status,
+//! which says what bytes of the device are data and at which depth of the chain, and for copies.
 
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::IoBuffer;
+use blkq::clock::worker_ns;
 use blkq::sync::lock;
+use blkq::{DepthExtent, Extent, IoBuffer};
 
+use crate::extents::append;
 use crate::qcow2::tables::state::{Extra, Found, NotReady};
 
 use super::env::Shared;
@@ -50,6 +53,70 @@ impl BlockingReader {
             self.extra.retain(|(other, _)| other.layer != key.layer);
             self.extra.push((key, slice.to_vec()));
         }
+    }
+
+    /// The parts of `range` that are data and those that are not, as at most `max` extents. No extent follows after the
+    /// time `until_ns`.
+    pub fn extents(&mut self, range: Range<u64>, max: usize, until_ns: u64) -> io::Result<Vec<Extent>> {
+        let shared = Arc::clone(&self.shared);
+        let mut extents: Vec<Extent> = Vec::new();
+        let is_raw = |layer: u8| lock(&shared.state).tables(usize::from(layer)).is_none();
+        self.each_run(range, until_ns, |found, _, run| {
+            let parts = match found {
+                Found::Data { layer, host } if is_raw(layer) => {
+                    shared.files[usize::from(layer)].extents(0, 512, host..host + run, max, until_ns)?
+                }
+                Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
+                _ => vec![Extent { length: run, hole: false, zero: false }],
+            };
+            let mut done = 0;
+            for part in parts {
+                if !append(&mut extents, part, max) {
+                    return Ok(None);
+                }
+                done += part.length;
+            }
+            Ok(Some(done))
+        })?;
+        Ok(extents)
+    }
+
+    /// The depths in the chain at which the bytes of `range` are allocated, as at most `max` runs. As in QEMU, the bytes
+    /// beyond the end of a backing file count as allocated in it. No run follows after the time `until_ns`.
+    pub fn depths(&mut self, range: Range<u64>, max: usize, until_ns: u64) -> io::Result<Vec<DepthExtent>> {
+        let mut depths: Vec<DepthExtent> = Vec::new();
+        self.each_run(range, until_ns, |found, layer, run| {
+            let depth = if found == Found::Unallocated { 0 } else { layer as u32 + 1 };
+            let full = depths.len() == max;
+            match depths.last_mut() {
+                Some(last) if last.depth == depth => last.length += run,
+                _ if full => return Ok(None),
+                _ => depths.push(DepthExtent { length: run, depth }),
+            }
+            Ok(Some(run))
+        })?;
+        Ok(depths)
+    }
+
+    /// Calls `each` with the runs of `range`, in order: where the run is stored, the number of the layer, and the
+    /// bytes. `each` returns how many of the bytes it took, or `None` to stop. No run follows after the time `until_ns`.
+    fn each_run(
+        &mut self,
+        range: Range<u64>,
+        until_ns: u64,
+        mut each: impl FnMut(Found, usize, u64) -> io::Result<Option<u64>>,
+    ) -> io::Result<()> {
+        let (size, depth) = (lock(&self.shared.state).size, self.shared.files.len());
+        let mut left = range.start..range.end.min(size);
+        while left.start < left.end {
+            let (found, layer, run) = self.find(depth, &left)?;
+            let Some(taken) = each(found, layer, run)? else { break };
+            left.start += taken;
+            if worker_ns() >= until_ns {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// The first part of `range` that the active image maps in one way.

@@ -7,7 +7,6 @@ pub(super) mod blocking_reader;
 pub(super) mod changes;
 pub(super) mod env;
 pub(super) mod epochs;
-pub(super) mod extents;
 pub(super) mod flush_metadata;
 pub(super) mod grow;
 pub(super) mod inflate;

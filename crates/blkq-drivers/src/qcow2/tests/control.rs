@@ -52,8 +52,9 @@ fn a_query_of_extents_has_a_time_limit() {
     let device = open(&directory.image("d.qcow2", "cluster_size=64k", 1 << 30));
     let (mut at, mut queries) = (0, 0);
     while at < 1 << 30 {
-        let extents = extents::of_chain(&device.shared, at..1 << 30, 9, 0).unwrap();
-        let depths = extents::depths(&device.shared, at..1 << 30, 9, 0).unwrap();
+        let mut reader = BlockingReader::new(&device.shared);
+        let extents = reader.extents(at..1 << 30, 9, 0).unwrap();
+        let depths = reader.depths(at..1 << 30, 9, 0).unwrap();
         assert_eq!(extents[0].length, depths[0].length);
         at += extents[0].length;
         queries += 1;
