@@ -1,7 +1,5 @@
 //! Allocates clusters of the file, L2 tables, refcount blocks, and a larger refcount table.
 
-use std::ops::Range;
-
 use blkq::{IoBuffer, IoResult, Status};
 
 use crate::qcow2::format::entry::{COPIED, table_offset};
@@ -10,10 +8,10 @@ use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::refcounts::{
     allocate_refcounts, refcount, refcount_place, set_refcount, set_refcounts, set_refcounts_in_slice,
 };
-use crate::qcow2::tables::state::{NotReady, State};
+use crate::qcow2::tables::state::{NewTable, NotReady, State};
 
 use super::env::Env;
-use super::flush_metadata::{begin, flush_metadata, flush_refcounts, sync};
+use super::flush_metadata::{exclude_flushes, flush_metadata, flush_refcounts, put_numbers, sync};
 use super::reserve::reserve_l1;
 
 /// Slices that a search for a free cluster reads before it lets other tasks run.
@@ -44,9 +42,10 @@ async fn provide(env: &Env, reason: NotReady) -> IoResult {
             Ok(())
         }
         // Boxed, because creating a table allocates clusters, which may come back here.
-        NotReady::L2Table(index) => Box::pin(make_l2(env, index)).await,
-        NotReady::RefcountBlock(block) => Box::pin(make_refcounts(env, write_block(env, block))).await,
-        NotReady::RefcountTable(block) => Box::pin(make_refcounts(env, make_room(env, block))).await,
+        NotReady::L2Table(index) => Box::pin(make(env, NewTable::L2(index), make_l2(env, index))).await,
+        NotReady::RefcountBlock(block) => {
+            Box::pin(make(env, NewTable::Refcounts, make_block(env, block))).await
+        }
         // One flush is enough for all tasks that wait for it.
         NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await,
         NotReady::Busy | NotReady::FlushFirst => {
@@ -80,14 +79,13 @@ pub async fn until_ready<T>(
 /// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied. Fails with
 /// [`Status::NoSpace`] if the file cannot have more clusters.
 pub async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
-    until_ready(env, |state| find_free(state, count, allocate_refcounts)).await
+    until_ready(env, |state| find_free(state, count, false)).await
 }
 
 /// As [`allocate`], for clusters that the L1 and L2 tables do not refer to, such as those of bitmaps: if the
 /// process is killed, they stay allocated.
 pub async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
-    let take: Take = |state, place, first, count| set_refcounts(state, place, first, count, 1);
-    until_ready(env, |state| find_free(state, count, take)).await
+    until_ready(env, |state| find_free(state, count, true)).await
 }
 
 /// Frees clusters that were allocated and to which nothing refers.
@@ -106,11 +104,7 @@ pub async fn free_unused(env: &Env, clusters: Clusters) {
     }
 }
 
-/// Sets refcounts to allocate clusters. The arguments are the slot and index of the first refcount, the
-/// number of the first cluster, and the count.
-type Take = fn(&mut State, (usize, usize), u64, u64);
-
-fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, NotReady> {
+fn find_free(state: &mut State, wanted: u64, apart: bool) -> Result<Clusters, NotReady> {
     if state.writer.failed {
         return Err(NotReady::Failed(Status::Io));
     }
@@ -137,7 +131,10 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Not
         }
         let count = (last - first) as u64;
         state.check_target(host << bits..(host + count) << bits)?;
-        take(state, (slot, first), host, count);
+        match apart {
+            true => set_refcounts(state, (slot, first), host, count, 1),
+            false => allocate_refcounts(state, (slot, first), host, count),
+        }
         let writer = &mut state.writer;
         writer.next_free = host + count;
         let fresh = host >= writer.fresh_from;
@@ -147,45 +144,43 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Not
     Err(NotReady::Yield)
 }
 
-/// Creates an L2 table that may be changed for entry `index` of the L1 table: an empty one, or a copy of a
-/// table that a snapshot shares.
-async fn make_l2(env: &Env, index: usize) -> IoResult {
-    let is_mine = |state: &mut State| -> Result<bool, Status> {
-        let entry = *state.top.l1.get(index).ok_or(Status::Io)?;
-        // In a damaged image, an entry may have the COPIED bit and name no table.
-        let may_change = entry & COPIED != 0 && table_offset(entry, state.cluster_bits())?.is_some();
-        Ok(!may_change && state.writer.making_l2.insert(index))
-    };
-    if !is_mine(&mut env.state())? {
-        if env.state().writer.making_l2.contains(&index) {
-            env.io.wait().await;
-        }
+/// Runs `task`, which creates `table`. If another task is doing so, waits for a change instead.
+async fn make(env: &Env, table: NewTable, task: impl Future<Output = IoResult>) -> IoResult {
+    if !env.state().writer.making.insert(table) {
+        env.io.wait().await;
         return Ok(());
     }
-    let made = write_l2(env, index).await;
-    env.state().writer.making_l2.remove(&index);
+    let made = task.await;
+    env.state().writer.making.remove(&table);
     env.io.changed();
     made
 }
 
-async fn write_l2(env: &Env, index: usize) -> IoResult {
+/// Creates an L2 table that may be changed for entry `index` of the L1 table: an empty one, or a copy of a
+/// table that a snapshot shares.
+async fn make_l2(env: &Env, index: usize) -> IoResult {
+    let old = {
+        let state = env.state();
+        let entry = *state.top.l1.get(index).ok_or(Status::Io)?;
+        let old = table_offset(entry, state.cluster_bits())?;
+        // In a damaged image, an entry may have the COPIED bit and name no table.
+        if entry & COPIED != 0 && old.is_some() {
+            return Ok(());
+        }
+        old
+    };
     reserve_l1(env, index).await?;
     let clusters = allocate(env, 1).await?;
-    let written = copy_l2(env, index, clusters.host).await;
+    let written = write_l2(env, index, old, clusters.host).await;
     if written.is_err() {
         free_unused(env, clusters).await;
     }
     written
 }
 
-async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
-    let (old, bytes) = {
-        let mut state = env.state();
-        let old = table_offset(state.top.l1[index], state.cluster_bits())?;
-        let bytes = state.top.header.cluster_bytes();
-        state.cache.forget(0, host..host + bytes);
-        (old, bytes)
-    };
+async fn write_l2(env: &Env, index: usize, old: Option<u64>, host: u64) -> IoResult {
+    let bytes = 1 << env.state().cluster_bits();
+    env.state().cache.forget(0, host..host + bytes);
     let write = env.write_op(host);
     let write = match old {
         None => write.with_zeroes(bytes),
@@ -198,30 +193,24 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     Ok(())
 }
 
-/// Runs `make`, which creates a refcount block or a larger refcount table. If another task is doing so, waits for a
-/// change instead.
-async fn make_refcounts(env: &Env, make: impl Future<Output = IoResult>) -> IoResult {
-    if std::mem::replace(&mut env.state().writer.growing, true) {
-        env.io.wait().await;
-        return Ok(());
+/// Creates a refcount block, and a larger refcount table if the block has no entry in the table.
+async fn make_block(env: &Env, block: u64) -> IoResult {
+    let entry = env.state().writer.refcount_table.get(block as usize).copied();
+    match entry {
+        Some(0) => write_block(env, block).await,
+        Some(_) => Ok(()),
+        // As a flush, this prevents others from writing entries of the old table meanwhile.
+        None => exclude_flushes(env, move_table(env, block)).await,
     }
-    let made = make.await;
-    env.state().writer.growing = false;
-    env.io.changed();
-    made
 }
 
 /// Creates a refcount block, in the first of the clusters whose refcounts it contains; all of these are free.
 async fn write_block(env: &Env, block: u64) -> IoResult {
-    let (range, first, slice_bytes) = {
+    let (range, first) = {
         let mut state = env.state();
         let header = &state.top.header;
         let bits = header.cluster_bits;
         let first = block * header.refcounts_per_block();
-        let is_there = state.writer.refcount_table.get(block as usize).is_none_or(|entry| *entry != 0);
-        if is_there {
-            return Ok(());
-        }
         let range = first << bits..(first + 1) << bits;
         if first >= state.writer.clusters_max {
             return Err(Status::NoSpace);
@@ -229,47 +218,29 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
         state.check_target(range.clone())?;
         state.cache.forget(0, range.clone());
         state.writer.fresh_from = state.writer.fresh_from.max(first + 1);
-        (range, first, state.cache.slice_bytes())
+        (range, first)
     };
     env.io.submit(env.write_op(range.start).with_zeroes(range.end - range.start)).await?;
-    loop {
-        {
-            let mut state = env.state();
-            let key = Key { layer: 0, offset: range.start };
-            if let Some(slot) = state.cache.insert(key, Table::Refcounts, &vec![0; slice_bytes]) {
-                // The entry of the refcount table comes first, because the journal is replayed in order, and
-                // the refcount is found through the entry.
-                state.set_refcount_block(block as usize, range.start)?;
-                set_refcounts(&mut state, (slot, 0), first, 1, 1);
-                return Ok(());
-            }
-        }
-        flush_metadata(env, false).await?;
-    }
+    until_ready(env, |state| {
+        let (key, content) = (Key { layer: 0, offset: range.start }, vec![0; state.cache.slice_bytes()]);
+        let slot = state.cache.insert(key, Table::Refcounts, &content).ok_or(NotReady::FlushFirst)?;
+        // The entry of the refcount table comes first, because the journal is replayed in order, and the
+        // refcount is found through the entry.
+        state.set_refcount_block(block as usize, range.start)?;
+        set_refcounts(state, (slot, 0), first, 1, 1);
+        Ok(())
+    })
+    .await
 }
 
-/// Creates a larger refcount table, with an entry for `block` at least, after all clusters that have
-/// refcounts. Also creates the refcount blocks for the clusters of the table.
-async fn make_room(env: &Env, block: u64) -> IoResult {
-    if block < env.state().writer.refcount_table.len() as u64 {
-        return Ok(());
-    }
-    // As the task that flushes, this one prevents others from writing entries of the old table meanwhile.
-    while !begin(&mut env.state())? {
-        env.io.wait().await;
-    }
-    let moved = move_table(env, block).await;
-    env.state().writer.flushing = false;
-    moved
-}
-
-/// A new refcount table, at the bytes `place` of the file, with the refcount blocks for its own clusters,
-/// which begin at byte `at`, before it is written.
+/// A larger refcount table, and the refcount blocks for its own clusters, before they are written.
 struct Growth {
     table: Vec<u64>,
-    place: Range<u64>,
-    blocks: Vec<u8>,
-    at: u64,
+    /// The blocks, and after them the table.
+    content: IoBuffer,
+    /// Where the blocks and the table begin in the file.
+    blocks_at: u64,
+    table_at: u64,
 }
 
 fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
@@ -287,53 +258,49 @@ fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
         count += 1;
     };
     let first = block * per_block;
-    let used = first + count + clusters;
-    if entries * 8 > REFCOUNT_TABLE_MAX_BYTES.max(cluster) || used > state.writer.clusters_max {
+    let used = count + clusters;
+    if entries * 8 > REFCOUNT_TABLE_MAX_BYTES.max(cluster) || first + used > state.writer.clusters_max {
         return Err(Status::NoSpace);
     }
+    let (blocks_at, table_at) = (first * cluster, (first + count) * cluster);
+    state.check_target(blocks_at..blocks_at + used * cluster)?;
     let mut table = old.clone();
     table.resize(entries as usize, 0);
-    let mut blocks = vec![0; (count * cluster) as usize];
-    for number in 0..count {
-        table[(block + number) as usize] = (first + number) * cluster;
-        let content = &mut blocks[(number * cluster) as usize..][..cluster as usize];
-        let here = (used - first).saturating_sub(number * per_block).min(per_block);
-        (0..here as usize).for_each(|index| set_refcount(content, index, order, 1));
+    for (number, entry) in table[block as usize..].iter_mut().take(count as usize).enumerate() {
+        *entry = blocks_at + number as u64 * cluster;
     }
-    let place = (first + count) * cluster..used * cluster;
-    state.check_target(first * cluster..place.end)?;
-    Ok(Growth { table, place, blocks, at: first * cluster })
+    let mut content = IoBuffer::zeroed((used * cluster) as usize);
+    (0..used as usize).for_each(|index| set_refcount(&mut content, index, order, 1));
+    put_numbers(&mut content[(count * cluster) as usize..], &table);
+    Ok(Growth { table, content, blocks_at, table_at })
 }
 
+/// Creates a larger refcount table, with an entry for `block` at least, after all clusters that have
+/// refcounts. Also creates the refcount blocks for the clusters of the table.
 async fn move_table(env: &Env, block: u64) -> IoResult {
     // The new table names all existing blocks, so their content must be in the file first.
     flush_refcounts(env).await?;
-    let growth = plan_growth(&env.state(), block)?;
+    let Growth { table, content, blocks_at, table_at } = plan_growth(&env.state(), block)?;
     {
         let mut state = env.state();
-        let bits = state.cluster_bits();
-        state.cache.forget(0, growth.at..growth.place.end);
-        state.writer.fresh_from = state.writer.fresh_from.max(growth.place.end >> bits);
+        let end = blocks_at + content.len() as u64;
+        state.cache.forget(0, blocks_at..end);
+        state.writer.fresh_from = state.writer.fresh_from.max(end >> state.cluster_bits());
     }
-    let mut content = IoBuffer::zeroed((growth.place.end - growth.at) as usize);
-    content[..growth.blocks.len()].copy_from_slice(&growth.blocks);
-    for (place, entry) in content[growth.blocks.len()..].chunks_exact_mut(8).zip(&growth.table) {
-        place.copy_from_slice(&entry.to_be_bytes());
-    }
-    env.io.submit(env.write_op(growth.at).with_buffer(content)).await?;
+    env.io.submit(env.write_op(blocks_at).with_buffer(content)).await?;
     sync(env).await?;
-    let clusters = (growth.place.end - growth.place.start) >> env.state().cluster_bits();
-    let mut place = growth.place.start.to_be_bytes().to_vec();
+    let clusters = (table.len() as u64 * 8) >> env.state().cluster_bits();
+    let mut place = table_at.to_be_bytes().to_vec();
     place.extend((clusters as u32).to_be_bytes());
     change_header(env, REFCOUNT_TABLE_AT, &place).await?;
     let mut state = env.state();
     let header = &mut state.top.header;
-    let old = std::mem::replace(&mut header.refcount_table_offset, growth.place.start);
-    let old_clusters = std::mem::replace(&mut header.refcount_table_clusters, clusters as u32);
-    let cluster = header.cluster_bytes();
-    state.writer.refcount_table = growth.table;
+    let [_, (_, old, old_bytes), _] = header.tables();
+    (header.refcount_table_offset, header.refcount_table_clusters) = (table_at, clusters as u32);
+    let cluster = header.cluster_bytes() as usize;
+    state.writer.refcount_table = table;
     state.writer.refcount_table_dirty.clear();
-    state.writer.released.extend((0..u64::from(old_clusters)).map(|number| old + number * cluster));
+    state.writer.released.extend((old..old + old_bytes).step_by(cluster));
     Ok(())
 }
 

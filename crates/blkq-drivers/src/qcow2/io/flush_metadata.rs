@@ -17,7 +17,7 @@ use blkq::{IoBuffer, IoResult, Status};
 use crate::qcow2::journal::Journal;
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::refcounts::{refcount, refcount_place, set_refcounts};
-use crate::qcow2::tables::state::{NotReady, State};
+use crate::qcow2::tables::state::NotReady;
 
 use super::env::Env;
 use super::operations::Op;
@@ -28,17 +28,24 @@ const WRITES_MAX: usize = 32;
 /// were not written stay dirty. After a failed sync every later flush fails too, because the kernel may have
 /// dropped the data that the sync should have written (fsync(2)).
 pub async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
-    while !begin(&mut env.state())? {
+    exclude_flushes(env, write_all(env, durable)).await
+}
+
+/// Runs `task` when no other task is flushing, and lets none flush meanwhile. Fails with [`Status::Io`] after a failed
+/// sync.
+pub async fn exclude_flushes(env: &Env, task: impl Future<Output = IoResult>) -> IoResult {
+    while std::mem::replace(&mut env.state().writer.flushing, true) {
         env.io.wait().await;
     }
-    let result = write_all(env, durable).await;
+    let has_failed = env.state().writer.failed;
+    let result = if has_failed { Err(Status::Io) } else { task.await };
     env.state().writer.flushing = false;
     env.io.changed();
     result
 }
 
-/// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
-/// returned true.
+/// Writes the dirty refcounts, durably, for a task that replaces the refcount table. To be called within
+/// [`exclude_flushes`].
 pub async fn flush_refcounts(env: &Env) -> IoResult {
     sync_tag(env).await?;
     let dirty = env.state().cache.take_dirty(Table::Refcounts);
@@ -60,41 +67,31 @@ async fn sync_tag(env: &Env) -> IoResult {
     if is_new { sync(env).await } else { Ok(()) }
 }
 
-/// Begins a flush. Returns false if another task is flushing. Fails with [`Status::Io`] after a failed sync.
-pub fn begin(state: &mut State) -> Result<bool, Status> {
-    if state.writer.failed {
-        return Err(Status::Io);
-    }
-    Ok(!std::mem::replace(&mut state.writer.flushing, true))
-}
-
 async fn write_all(env: &Env, durable: bool) -> IoResult {
     sync_tag(env).await?;
     // The epoch that this flush begins must be idle: I/O left from its last use would be counted as new.
     while !env.state().writer.released.is_empty() && !env.shared.epochs.may_turn() {
         env.io.wait().await;
     }
-    let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors, turned);
-    {
-        let mut state = env.state();
+    let (mut rest, refcounts, l1_sectors, table_sectors, turned, epoch) = {
+        let state = &mut *env.state();
         state.flushes += 1;
-        turned = state.journal.as_mut().is_none_or(Journal::turn);
-        refcounts = state.cache.take_dirty(Table::Refcounts);
-        l2 = state.cache.take_dirty(Table::L2);
-        let align = state.layers[0].align;
-        let (writer, tables) = (&state.writer, &state.top);
-        l1_sectors = sectors_of(&writer.l1_dirty, tables.header.l1_offset, &tables.l1, align);
+        let turned = state.journal.as_mut().is_none_or(Journal::turn);
+        let refcounts = state.cache.take_dirty(Table::Refcounts);
+        let l2 = state.cache.take_dirty(Table::L2);
+        let (writer, tables, align) = (&mut state.writer, &state.top, state.layers[0].align);
+        let l1 = std::mem::take(&mut writer.l1_dirty);
+        let l1_sectors = sectors_of(&l1, tables.header.l1_offset, &tables.l1, align);
+        let table = std::mem::take(&mut writer.refcount_table_dirty);
         let at = tables.header.refcount_table_offset;
-        table_sectors = sectors_of(&writer.refcount_table_dirty, at, &writer.refcount_table, align);
-        l1 = std::mem::take(&mut state.writer.l1_dirty);
-        table = std::mem::take(&mut state.writer.refcount_table_dirty);
-        released = state.writer.take_released();
+        let table_sectors = sectors_of(&table, at, &writer.refcount_table, align);
+        let released = writer.take_released();
         if turned {
             state.note_pending(&released);
         }
-        epoch = (!released.is_empty()).then(|| env.shared.epochs.turn());
-    }
-    let mut rest = Rest { env, l2, l1, table, released };
+        let epoch = (!released.is_empty()).then(|| env.shared.epochs.turn());
+        (Rest { env, l2, l1, table, released }, refcounts, l1_sectors, table_sectors, turned, epoch)
+    };
     write_slices(env, refcounts).await?;
     if !rest.l2.is_empty() || !rest.l1.is_empty() || !rest.table.is_empty() {
         sync(env).await?;
@@ -104,8 +101,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         sync(env).await?;
         rest.table.clear();
     }
-    let l2 = std::mem::take(&mut rest.l2);
-    write_slices(env, l2).await?;
+    write_slices(env, std::mem::take(&mut rest.l2)).await?;
     write_sectors(env, l1_sectors).await?;
     rest.l1.clear();
     if durable || !rest.released.is_empty() {
@@ -132,7 +128,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
 /// The tables that are still to be written. If the flush fails, dropping this makes them dirty again.
 struct Rest<'a> {
     env: &'a Env,
-    l2: Vec<(Key, Vec<u8>)>,
+    l2: Vec<(Key, IoBuffer)>,
     l1: BTreeSet<usize>,
     table: BTreeSet<usize>,
     released: Vec<u64>,
@@ -150,16 +146,14 @@ impl Drop for Rest<'_> {
     }
 }
 
-async fn write_slices(env: &Env, slices: Vec<(Key, Vec<u8>)>) -> IoResult {
+async fn write_slices(env: &Env, slices: Vec<(Key, IoBuffer)>) -> IoResult {
     let mut result = Ok(());
-    for group in slices.chunks(WRITES_MAX) {
-        let mut running = Vec::with_capacity(group.len());
-        for (key, content) in group {
-            let mut buffer = IoBuffer::zeroed(content.len());
-            buffer.copy_from_slice(content);
-            running.push((*key, env.io.submit(env.write_op(key.offset).with_buffer(buffer))));
-        }
-        for (key, running) in running {
+    let mut slices = slices.into_iter();
+    while !slices.as_slice().is_empty() {
+        let begin =
+            |(key, buffer): (Key, _)| (key, env.io.submit(env.write_op(key.offset).with_buffer(buffer)));
+        let group: Vec<_> = slices.by_ref().take(WRITES_MAX).map(begin).collect();
+        for (key, running) in group {
             let written = running.await;
             env.state().cache.written(key, written.is_ok());
             result = result.and(written.map(drop));
@@ -176,13 +170,17 @@ fn sectors_of(entries: &BTreeSet<usize>, offset: u64, table: &[u64], align: u64)
     let content = |number: usize| {
         let mut buffer = IoBuffer::zeroed(sector);
         let first = number * sector / 8;
-        let last = (first + sector / 8).min(table.len());
-        for (place, entry) in buffer.chunks_exact_mut(8).zip(&table[first..last]) {
-            place.copy_from_slice(&entry.to_be_bytes());
-        }
+        put_numbers(&mut buffer, &table[first..]);
         buffer
     };
     numbers.into_iter().map(|number| (offset + (number * sector) as u64, content(number))).collect()
+}
+
+/// Fills `buffer` with entries of a table, from the first of `entries` on, as far as both reach.
+pub fn put_numbers(buffer: &mut [u8], entries: &[u64]) {
+    for (place, entry) in buffer.chunks_exact_mut(8).zip(entries) {
+        place.copy_from_slice(&entry.to_be_bytes());
+    }
 }
 
 async fn write_sectors(env: &Env, sectors: Vec<(u64, IoBuffer)>) -> IoResult {

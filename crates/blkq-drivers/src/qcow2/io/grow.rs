@@ -7,7 +7,7 @@ use crate::qcow2::tables::state::{State, Tables};
 
 use super::allocate::change_header;
 use super::env::Env;
-use super::flush_metadata::{flush_metadata, sync};
+use super::flush_metadata::{flush_metadata, put_numbers, sync};
 use super::zero::{Wanted, clear};
 
 /// The largest virtual size in bytes for which the clusters of the L1 table have entries.
@@ -33,9 +33,7 @@ pub async fn grow(env: &Env, bytes: u64) -> IoResult {
     if entries > counted {
         let start = counted * 8 / align * align;
         let mut buffer = IoBuffer::zeroed((entries * 8).next_multiple_of(align) - start);
-        for (place, entry) in buffer.chunks_exact_mut(8).zip(&env.state().top.l1[start / 8..]) {
-            place.copy_from_slice(&entry.to_be_bytes());
-        }
+        put_numbers(&mut buffer, &env.state().top.l1[start / 8..]);
         env.io.submit(env.write_op(l1_offset + start as u64).with_buffer(buffer)).await?;
         sync(env).await?;
     }

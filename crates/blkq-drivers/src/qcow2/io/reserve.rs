@@ -38,7 +38,7 @@ pub async fn reserve(env: &Env, end: u64) {
             state.writer.extending = false;
             state.writer.extended_to = done.is_ok().then_some(range.end);
             if done.is_ok() {
-                state.layers[0].file_bytes = state.layers[0].file_bytes.max(range.end);
+                state.note_size(range.end);
             }
         }
         env.io.changed();

@@ -68,7 +68,17 @@ async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
             env.io.submit(op.in_epoch(&env.shared.epochs)).await?;
             Ok(run)
         }
-        Step::Locked { count, host } => write_locked(env, rest, count, host).await,
+        Step::Locked { count, host } => {
+            let written = write_new(env, rest, count, host).await;
+            {
+                let mut state = env.state();
+                let first = at >> state.cluster_bits();
+                state.writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
+                state.writer.changing -= 1;
+            }
+            env.io.changed();
+            written
+        }
     }
 }
 
@@ -93,45 +103,30 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, NotReady> {
     if state.writer.locked.contains(&first) {
         return Err(NotReady::Busy);
     }
-    if let Entry::Zero { host: Some(host), copied: true } =
+    let (mut count, mut host) = (1, None);
+    if let Entry::Zero { host: Some(zero), copied: true } =
         Entry::parse(state.cache.entry(slot, index), bits)?
     {
-        state.check_target(host..host + (1 << bits))?;
-        state.writer.locked.insert(first);
-        state.writer.changing += 1;
-        return Ok(Step::Locked { count: 1, host: Some(host) });
-    }
-    let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
-    let asked = ((end - 1) >> bits) - first + 1;
-    let most = asked.min(in_slice).min((STEP_MAX_BYTES >> bits).max(1));
-    let mut count = 1;
-    while count < most {
-        let entry = Entry::parse(state.cache.entry(slot, index + count as usize), bits)?;
-        let is_new = !matches!(entry, Entry::Data { copied: true, .. } | Entry::Zero { host: Some(_), .. });
-        if !is_new || state.writer.locked.contains(&(first + count)) {
-            break;
+        state.check_target(zero..zero + (1 << bits))?;
+        host = Some(zero);
+    } else {
+        let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
+        let asked = ((end - 1) >> bits) - first + 1;
+        let most = asked.min(in_slice).min((STEP_MAX_BYTES >> bits).max(1));
+        while count < most && !state.writer.locked.contains(&(first + count)) {
+            match Entry::parse(state.cache.entry(slot, index + count as usize), bits)? {
+                Entry::Data { copied: true, .. } | Entry::Zero { host: Some(_), .. } => break,
+                _ => count += 1,
+            }
         }
-        count += 1;
     }
     state.writer.locked.extend(first..first + count);
     state.writer.changing += 1;
-    Ok(Step::Locked { count, host: None })
+    Ok(Step::Locked { count, host })
 }
 
-/// Writes to the next `count` clusters of the device, which are locked, and unlocks them. Returns the number
-/// of bytes written, which is smaller if fewer clusters of the file are free in a row.
-async fn write_locked(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
-    let first = rest.at >> env.state().cluster_bits();
-    let result = write_new(env, rest, count, host).await;
-    {
-        let writer = &mut env.state().writer;
-        writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
-        writer.changing -= 1;
-    }
-    env.io.changed();
-    result
-}
-
+/// Writes to the next `count` clusters of the device. Returns the number of bytes written, which is smaller if fewer
+/// clusters of the file are free in a row.
 async fn write_new(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
     let clusters = match host {
         Some(host) => Clusters { host, count, fresh: false },
@@ -162,10 +157,7 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     reserve(env, written_end).await;
     drop(env.io.submit(op).await?);
     drop(bounce);
-    {
-        let mut state = env.state();
-        state.layers[0].file_bytes = state.layers[0].file_bytes.max(written_end);
-    }
+    env.state().note_size(written_end);
     link(env, begin, clusters).await?;
     Ok(until - at)
 }

@@ -61,33 +61,27 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
             env.io.pause().await;
             pause_at = at + pause_bytes;
         }
-        match until_ready(env, |state| clear_entries(env, state, at, end, wanted)).await? {
-            Next::At(next) => at = next,
-            Next::Write(bytes) => {
-                let bytes = bytes.min(end - at);
-                write(env, at, bytes, Source::Zeroes).await?;
-                at += bytes;
-            }
+        let next = until_ready(env, |state| clear_entries(env, state, at, end, wanted)).await?;
+        if next == at {
+            let bytes = (1 << env.state().cluster_bits()).min(end - at);
+            write(env, at, bytes, Source::Zeroes).await?;
+            at += bytes;
+        } else {
+            at = next;
         }
     }
     Ok(())
 }
 
-enum Next {
-    /// Everything before this byte is done.
-    At(u64),
-    /// The next bytes cannot be cleared in the L2 entries: write this number of zeroes.
-    Write(u64),
-}
-
-/// Changes L2 entries of one cached slice, from `position` to `end` at most.
+/// Changes L2 entries of one cached slice, from `position` to `end` at most. Returns where it stopped: at `position` if
+/// the entry of its cluster cannot express zeroes, so that they have to be written.
 fn clear_entries(
     env: &Env,
     state: &mut State,
     position: u64,
     end: u64,
     wanted: Wanted,
-) -> Result<Next, NotReady> {
+) -> Result<u64, NotReady> {
     let bits = state.cluster_bits();
     let cluster = 1u64 << bits;
     let (has_backing, v3) = (state.layers.len() > 1, state.top.header.version >= 3);
@@ -95,9 +89,9 @@ fn clear_entries(
     let (slot, mut index) = match state.entry_place(position)? {
         Some(place) => place,
         None if wanted == Wanted::Discard || !has_backing => {
-            return Ok(Next::At((position / covers + 1).saturating_mul(covers).min(end)));
+            return Ok((position / covers + 1).saturating_mul(covers).min(end));
         }
-        None if !v3 => return Ok(Next::Write(cluster)),
+        None if !v3 => return Ok(position),
         None => {
             state.may_change()?;
             return Err(NotReady::L2Table((position / covers) as usize));
@@ -115,9 +109,7 @@ fn clear_entries(
             (Wanted::ZeroesKept, Entry::Zero { .. }) => old,
             (_, Entry::Unallocated) if !has_backing => old,
             (Wanted::ZeroesKept, Entry::Data { copied: true, .. }) if v3 => old | ZERO,
-            _ if wanted == Wanted::ZeroesKept || has_backing && !v3 => {
-                return Ok(if at > position { Next::At(at) } else { Next::Write(cluster) });
-            }
+            _ if wanted == Wanted::ZeroesKept || has_backing && !v3 => return Ok(at),
             _ => unmapped,
         };
         if new != old {
@@ -127,7 +119,7 @@ fn clear_entries(
             let is_locked = state.writer.locked.contains(&(at >> bits));
             let locked = if is_locked { Err(NotReady::Busy) } else { Ok(()) };
             if let Err(reason) = state.may_change().and(locked) {
-                return if at == position { Err(reason) } else { Ok(Next::At(at)) };
+                return if at == position { Err(reason) } else { Ok(at) };
             }
             // Checked here, because a snapshot may share the L2 table, which is then copied before the
             // change.
@@ -140,5 +132,5 @@ fn clear_entries(
         at += cluster;
         index += 1;
     }
-    Ok(Next::At(at))
+    Ok(at)
 }

@@ -39,14 +39,14 @@ impl Qcow2 {
             )));
         }
         // A header of version 2 has no autoclear features, and so no place for the tag.
-        let able = journals.filter(|_| locked(&self.shared.state).top.header.version >= 3);
-        if journals.is_some() && able.is_none() && self.writable {
+        let has_tags = locked(&self.shared.state).top.header.version >= 3;
+        if journals.is_some() && !has_tags && self.writable {
             self.warnings.push(format!(
                 "writes that are not flushed are lost if this process is killed, because {shown} is of version 2; \
                  to convert the image, run `qemu-img amend -o compat=1.1 {word}`"
             ));
         }
-        let journals = able;
+        let journals = journals.filter(|_| has_tags);
         let found = match journals {
             Some(all) if tag != 0 => journal::find(all, self.file())?,
             _ => None,
@@ -93,32 +93,33 @@ impl Qcow2 {
         // The image has no journal meanwhile, so if this process is killed, the next one searches again.
         if is_lost {
             let freed = if in_use { Err(unsupported("its clients wait")) } else { self.free_leaked() };
-            let warning = match freed {
-                Ok(0) => None,
-                Ok(freed) => Some(format!("{shown} was not closed; {freed} clusters that leaked were freed")),
+            match freed {
+                Ok(0) => {}
+                Ok(freed) => self
+                    .warnings
+                    .push(format!("{shown} was not closed; {freed} clusters that leaked were freed")),
                 Err(error) if error.kind() == ErrorKind::Mismatch => {
                     return Err(malformed(format!("{shown} was not closed, and {error}"))
                         .with_hint(repair_hint(self.path()))
                         .or_read_only());
                 }
-                Err(error) => Some(format!(
+                Err(error) => self.warnings.push(format!(
                     "{shown} was not closed, and clusters that leaked stay allocated: {error}; to find them, \
                      detach the image and run `qemu-img check {word}`"
                 )),
-            };
-            self.warnings.extend(warning);
+            }
         }
-        let journal = match found {
-            None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),
-            found => Ok(found),
+        let journal = match (found, journals) {
+            (None, Some(all)) => Journal::find_or_make(all, identity).map(Some),
+            (found, _) => Ok(found),
         };
-        if let Err(error) = &journal {
+        let journal = journal.unwrap_or_else(|error| {
             self.warnings.push(format!(
                 "writes that are not flushed are lost if this process is killed, because there is no \
                  journal: {error}"
             ));
-        }
-        let journal = journal.unwrap_or_default();
+            None
+        });
         match &journal {
             Some(journal) => journal.set_birth(self.file().birth()),
             None => self.set_tag(0)?,
@@ -217,14 +218,11 @@ async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u64>, Status
                 }
             }
             Record::L2 { offset, entry, count } => {
-                for number in 0..count {
-                    let set = |state: &mut State| {
-                        let entry = entry.wrapping_add(number << state.cluster_bits());
-                        let old = set_entry(state, offset + number * 8, entry)?;
-                        leaks.note_entry(offset + number * 8, old, entry);
-                        Ok(())
-                    };
-                    apply(env, set).await?;
+                let bits = env.state().cluster_bits();
+                for (number, offset) in (0..count).zip((offset..).step_by(8)) {
+                    let entry = entry.wrapping_add(number << bits);
+                    let old = apply(env, |state| set_entry(state, offset, entry)).await?;
+                    leaks.note_entry(offset, old, entry);
                 }
             }
         }
@@ -236,22 +234,18 @@ fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, NotReady
     let slice_bytes = state.cache.slice_bytes() as u64;
     state.check_target(offset..offset + 8)?;
     let key = Key { layer: 0, offset: offset - offset % slice_bytes };
-    match state.cache.find(key) {
-        Some(slot) => {
-            let index = (offset % slice_bytes / 8) as usize;
-            let old = state.cache.entry(slot, index);
-            state.set_entries(slot, index, entry, 1);
-            Ok(old)
-        }
-        None => Err(NotReady::Slice(key, Table::L2)),
-    }
+    let slot = state.cache.find(key).ok_or(NotReady::Slice(key, Table::L2))?;
+    let index = (offset % slice_bytes / 8) as usize;
+    let old = state.cache.entry(slot, index);
+    state.set_entries(slot, index, entry, 1);
+    Ok(old)
 }
 
 async fn apply<T>(env: &Env, mut change: impl FnMut(&mut State) -> Result<T, NotReady>) -> Result<T, Status> {
     // A record for a new refcount block precedes those for refcounts in it. A missing block means a damaged
     // journal.
     let damaged = |reason| match reason {
-        NotReady::RefcountBlock(_) | NotReady::RefcountTable(_) => NotReady::Failed(Status::Io),
+        NotReady::RefcountBlock(_) => NotReady::Failed(Status::Io),
         reason => reason,
     };
     until_ready(env, |state| change(state).map_err(damaged)).await

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use blkq::IoBuffer;
+
 use crate::qcow2::format::header::u64_at;
 
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
@@ -148,16 +150,18 @@ impl Cache {
 
     /// Takes copies of the dirty slices of one kind, to be written. The slices are clean from now on, but are
     /// not evicted until [`Cache::written`].
-    pub fn take_dirty(&mut self, table: Table) -> Vec<(Key, Vec<u8>)> {
+    pub fn take_dirty(&mut self, table: Table) -> Vec<(Key, IoBuffer)> {
         let mut taken = Vec::new();
         if self.dirty == 0 {
             return taken;
         }
-        for slot in 0..self.slots.len() {
-            if self.slots[slot].dirty && self.slots[slot].table == table {
-                (self.slots[slot].dirty, self.slots[slot].writing) = (false, true);
+        for (slot, content) in self.slots.iter_mut().zip(self.bytes.chunks_exact(self.slice_bytes)) {
+            if slot.dirty && slot.table == table {
+                (slot.dirty, slot.writing) = (false, true);
                 self.dirty -= 1;
-                taken.push((self.slots[slot].key, self.get(slot).to_vec()));
+                let mut copy = IoBuffer::zeroed(content.len());
+                copy.copy_from_slice(content);
+                taken.push((slot.key, copy));
             }
         }
         taken.sort_by_key(|(key, _)| key.offset);

@@ -4,4 +4,3 @@
 pub(super) mod cache;
 pub(super) mod refcounts;
 pub(super) mod state;
-pub(super) mod unlinked;

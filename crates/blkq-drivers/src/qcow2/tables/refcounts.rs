@@ -35,7 +35,7 @@ pub fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
 /// `place` is the slot and the index of the first of `count` clusters; all must be in one slice.
 pub fn set_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64, refcount: u64) {
     change(state, place, count, refcount);
-    state.writer.unlinked.remove(first..first + count);
+    state.writer.note_linked(first, count);
     state.note(Record::Refcounts { first, count, refcount });
 }
 
@@ -55,7 +55,7 @@ pub fn set_refcounts_in_slice(
 /// the clusters; until then they are unlinked.
 pub fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
     change(state, place, count, 1);
-    state.writer.unlinked.insert(first..first + count);
+    state.writer.unlinked.extend(first..first + count);
     state.note(Record::Allocated { first, count });
 }
 
@@ -66,22 +66,15 @@ fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount
 }
 
 pub fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
-    let slice_bytes = state.cache.slice_bytes() as u64;
-    let header = &state.top.header;
-    let per_block = header.refcounts_per_block();
-    let in_slice = (slice_bytes * 8) >> header.refcount_order;
-    let bits = header.cluster_bits;
+    let (slice_bytes, in_slice) = (state.cache.slice_bytes() as u64, state.refcounts_per_slice() as u64);
+    let (bits, per_block) = (state.cluster_bits(), state.top.header.refcounts_per_block());
     let (block, index) = (cluster / per_block, cluster % per_block);
-    let Some(entry) = state.writer.refcount_table.get(block as usize) else {
-        return Err(NotReady::RefcountTable(block));
-    };
-    let Some(offset) = table_offset(*entry, bits)? else { return Err(NotReady::RefcountBlock(block)) };
+    let entry = state.writer.refcount_table.get(block as usize).copied().unwrap_or(0);
+    let offset = table_offset(entry, bits)?.ok_or(NotReady::RefcountBlock(block))?;
     state.check_target(offset..offset + (1 << bits))?;
     let key = Key { layer: 0, offset: offset + index / in_slice * slice_bytes };
-    match state.cache.find(key) {
-        Some(slot) => Ok((slot, (index % in_slice) as usize)),
-        None => Err(NotReady::Slice(key, Table::Refcounts)),
-    }
+    let slot = state.cache.find(key).ok_or(NotReady::Slice(key, Table::Refcounts))?;
+    Ok((slot, (index % in_slice) as usize))
 }
 
 #[cfg(test)]

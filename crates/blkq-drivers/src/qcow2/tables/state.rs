@@ -12,7 +12,6 @@ use crate::qcow2::format::header::{Header, u64_at};
 use crate::qcow2::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
 
 use super::cache::{Cache, Key, Table};
-use super::unlinked::Unlinked;
 
 /// Why an operation on the state cannot be done yet. The caller provides what is lacking, or waits, and then tries
 /// again.
@@ -22,10 +21,8 @@ pub enum NotReady {
     Slice(Key, Table),
     /// Entry N of the L1 table has no L2 table that may be changed: none, or one that a snapshot shares.
     L2Table(usize),
-    /// The refcount block with this number does not exist.
+    /// The refcount block with this number does not exist, or the refcount table is too small to name it.
     RefcountBlock(u64),
-    /// The refcount table is too small to name the block with this number.
-    RefcountTable(u64),
     /// Another task works on it. Wait for a change.
     Busy,
     /// Too many slices are dirty, or too many clusters released: flush the metadata first.
@@ -97,13 +94,14 @@ pub struct Writer {
     /// While this is a list, a flush adds released clusters to it and does not free them: the overlay of a block
     /// commit reads the image by older tables.
     pub held: Option<Vec<u64>>,
-    pub unlinked: Unlinked,
+    /// Clusters, by number, that are allocated and to which no table refers yet: those of writes in flight, and of new
+    /// L2 tables. They leak if the process is killed, so the journal records them.
+    pub unlinked: BTreeSet<u64>,
     /// Clusters of the device, by number, whose L2 entry a write in progress is about to change.
     pub locked: HashSet<u64>,
     pub changing: usize,
-    /// Entries of the L1 table for which a task creates an L2 table.
-    pub making_l2: HashSet<usize>,
-    pub growing: bool,
+    /// Tables that a task creates.
+    pub making: HashSet<NewTable>,
     pub flushing: bool,
     /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
     /// nothing more is written to the tables. Never cleared.
@@ -112,11 +110,27 @@ pub struct Writer {
     pub tag_is_new: bool,
 }
 
+/// A table that is created when it is first needed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum NewTable {
+    /// The L2 table of this entry of the L1 table.
+    L2(usize),
+    /// A refcount block, or a larger refcount table.
+    Refcounts,
+}
+
 impl Writer {
     /// Notes that data is written up to byte `end` of the file. In an image that was copied without its
     /// holes, allocated clusters may lie beyond the end of the file.
     pub fn note_written(&mut self, end: u64, cluster_bits: u32) {
         self.fresh_from = self.fresh_from.max(end.div_ceil(1 << cluster_bits));
+    }
+
+    /// Notes that a table refers to `count` clusters, or that they are free.
+    pub fn note_linked(&mut self, first: u64, count: u64) {
+        if !self.unlinked.is_empty() {
+            (first..first + count).for_each(|cluster| _ = self.unlinked.remove(&cluster));
+        }
     }
 
     /// Takes the released clusters that may be freed: all of them, or none while clusters are held.
@@ -178,6 +192,11 @@ impl State {
         self.top.header.cluster_bits
     }
 
+    /// Notes that the file of the active image has at least `bytes` bytes.
+    pub fn note_size(&mut self, bytes: u64) {
+        self.layers[0].file_bytes = self.layers[0].file_bytes.max(bytes);
+    }
+
     pub fn refcounts_per_slice(&self) -> usize {
         (self.cache.slice_bytes() * 8) >> self.top.header.refcount_order
     }
@@ -231,31 +250,21 @@ impl State {
         };
         let cluster = 1 << bits;
         let skip = position % cluster;
-        let mut entries =
-            content[index * 8..].chunks_exact(8).map(|entry| Entry::parse(u64_at(entry, 0), bits));
-        let first = entries.next().unwrap_or(Err(Status::Io))?;
-        let mut run = cluster - skip;
-        let found = match first {
-            Entry::Unallocated => Found::Unallocated,
-            Entry::Zero { .. } => Found::Zero,
-            Entry::Data { host, .. } => Found::Data { layer: number, host: host + skip },
-            Entry::Compressed { host, bytes: compressed } => {
-                return Ok((
-                    Found::Compressed { layer: number, host, bytes: compressed, skip },
-                    bytes.min(run),
-                ));
+        let mut entries = content[index * 8..].chunks_exact(8).map(|entry| {
+            Entry::parse(u64_at(entry, 0), bits).map(|entry| match entry {
+                Entry::Unallocated => Found::Unallocated,
+                Entry::Zero { .. } => Found::Zero,
+                Entry::Data { host, .. } => Found::Data { layer: number, host: host + skip },
+                Entry::Compressed { host, bytes } => Found::Compressed { layer: number, host, bytes, skip },
+            })
+        });
+        let found = entries.next().unwrap_or(Err(Status::Io))?;
+        let (mut next, mut run) = (found, cluster - skip);
+        while run < bytes && !matches!(found, Found::Compressed { .. }) {
+            if let Found::Data { host, .. } = &mut next {
+                *host += cluster;
             }
-        };
-        while run < bytes {
-            let continues = match (entries.next(), first) {
-                (Some(Ok(Entry::Unallocated)), Entry::Unallocated) => true,
-                (Some(Ok(Entry::Zero { .. })), Entry::Zero { .. }) => true,
-                (Some(Ok(Entry::Data { host, .. })), Entry::Data { host: begin, .. }) => {
-                    host == begin + skip + run
-                }
-                _ => false,
-            };
-            if !continues {
+            if entries.next() != Some(Ok(next)) {
                 break;
             }
             run += cluster;
@@ -280,10 +289,8 @@ impl State {
     pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, NotReady> {
         let slice = self.top.l2_slice(0, position, self.cache.slice_bytes())?;
         let Some((key, index)) = slice else { return Ok(None) };
-        match self.cache.find(key) {
-            Some(slot) => Ok(Some((slot, index))),
-            None => Err(NotReady::Slice(key, Table::L2)),
-        }
+        let slot = self.cache.find(key).ok_or(NotReady::Slice(key, Table::L2))?;
+        Ok(Some((slot, index)))
     }
 
     /// As [`State::entry_place`], for an entry that may be changed.
@@ -359,8 +366,7 @@ impl State {
         }
         let offset = self.cache.entry_offset(slot, index);
         self.note(Record::L2 { offset, entry, count });
-        let first = (entry & OFFSET) >> bits;
-        self.writer.unlinked.remove(first..first + count);
+        self.writer.note_linked((entry & OFFSET) >> bits, count);
     }
 
     /// Fails with [`Status::Io`] if the table has no such entry.
@@ -368,8 +374,7 @@ impl State {
         *self.top.l1.get_mut(index).ok_or(Status::Io)? = entry;
         self.writer.l1_dirty.insert(index);
         self.note(Record::L1 { index: index as u64, entry });
-        let table = (entry & OFFSET) >> self.cluster_bits();
-        self.writer.unlinked.remove(table..table + 1);
+        self.writer.note_linked((entry & OFFSET) >> self.cluster_bits(), 1);
         Ok(())
     }
 
@@ -393,8 +398,8 @@ impl State {
     /// clusters, is emptied at its end.
     pub fn note_pending(&mut self, released: &[u64]) {
         let Some(journal) = &mut self.journal else { return };
-        for clusters in self.writer.unlinked.ranges() {
-            journal.append(Record::Allocated { first: clusters.start, count: clusters.end - clusters.start });
+        for (first, count) in runs(self.writer.unlinked.iter().copied().collect()) {
+            journal.append(Record::Allocated { first, count });
         }
         self.note_released(released);
     }
@@ -403,13 +408,9 @@ impl State {
     pub fn note_released(&mut self, released: &[u64]) {
         let bits = self.cluster_bits();
         let Some(journal) = &mut self.journal else { return };
-        let mut clusters: Vec<u64> = released.iter().map(|host| host >> bits).collect();
-        clusters.sort_unstable();
-        let runs = clusters.chunk_by(|one, next| next - one <= 1);
-        for run in runs.flat_map(|run| run.chunks(CLUSTERS_MAX as usize)) {
+        for (first, count) in runs(released.iter().map(|host| host >> bits).collect()) {
             if journal.has_room_for_released() {
-                let (first, last) = (run[0], run[run.len() - 1]);
-                journal.append(Record::Released { first, count: last - first + 1 });
+                journal.append(Record::Released { first, count });
             }
         }
     }
@@ -427,7 +428,7 @@ impl State {
         if self.is_crowded() {
             return Err(NotReady::FlushFirst);
         }
-        let changing = self.writer.changing + self.writer.making_l2.len();
+        let changing = self.writer.changing + self.writer.making.len();
         if changing < CHANGES_MAX { Ok(()) } else { Err(NotReady::Busy) }
     }
 
@@ -443,4 +444,13 @@ impl State {
             || !writer.refcount_table_dirty.is_empty()
             || !writer.released.is_empty()
     }
+}
+
+/// The runs of `clusters`, each as its first cluster and the number of clusters, which one record of the journal can
+/// name.
+fn runs(mut clusters: Vec<u64>) -> Vec<(u64, u64)> {
+    clusters.sort_unstable();
+    let runs = clusters.chunk_by(|one, next| next - one <= 1);
+    let runs = runs.flat_map(|run| run.chunks(CLUSTERS_MAX as usize));
+    runs.map(|run| (run[0], run[run.len() - 1] - run[0] + 1)).collect()
 }
