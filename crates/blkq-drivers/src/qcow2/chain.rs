@@ -11,7 +11,7 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
 use crate::errors::{malformed, unsupported};
-use crate::image_file::{DirectAlign, ImageFile, LockKind, WHOLE_FILE, name_now};
+use crate::image_file::{ClientTerms, DirectAlign, ImageFile, LockKind, RawImage, WHOLE_FILE, name_now};
 
 use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
 use super::journal::{self, Journals};
@@ -31,12 +31,22 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]).
+    /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]). Fails with [`ErrorKind::Format`] if a
+    /// table is not completely in the file.
     pub fn with_tables(mut file: ImageFile) -> Result<Opened, Error> {
-        let tables = read_tables(&file)?;
-        prefer_link(&mut file, &tables.header);
-        let size = tables.header.size;
-        Ok(Opened { file, tables: Some(tables), size })
+        let header = read_header(&mut file)?;
+        let file_bytes = file.size()?;
+        for (name, offset, bytes) in header.tables() {
+            if bytes > 0 && offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
+                let message = format!(
+                    "its {name} table is not all in the file, which was truncated; restore it from a copy"
+                );
+                return Err(not_served(&file, &malformed(message)));
+            }
+        }
+        let l1 = read_numbers(&file, header.l1_offset, header.l1_entries as usize)?;
+        let size = header.size;
+        Ok(Opened { file, tables: Some(Tables { header, l1 }), size })
     }
 
     pub fn header(&self) -> Option<&Header> {
@@ -51,33 +61,35 @@ impl Opened {
     }
 }
 
-/// Errors have one line: what is wrong with the image, and a hint.
-pub(super) fn read_header(backing: &ImageFile) -> Result<Header, Error> {
+/// An image with its backing files, and how it is served. It can become the backing file of a new overlay.
+pub struct OverlayBase {
+    pub(super) chain: Vec<(Arc<ImageFile>, Layer)>,
+    /// The size of the device in bytes.
+    pub(super) size: u64,
+    pub(super) terms: ClientTerms,
+}
+
+impl OverlayBase {
+    pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
+        let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
+        OverlayBase { chain: vec![(raw.file, layer)], size: raw.size, terms: raw.terms }
+    }
+}
+
+/// Reads the header of a qcow2 image, and chooses the path of the image ([`prefer_link`]). Errors have one line: what is
+/// wrong with the image, and a hint.
+pub(super) fn read_header(image: &mut ImageFile) -> Result<Header, Error> {
     let mut head = vec![0; FIXED_BYTES];
-    read_at(backing, &mut head, 0)?;
-    let mut bytes = vec![0; cluster_bytes(&head).map_err(|e| not_served(backing, &e))?];
-    read_at(backing, &mut bytes, 0)?;
-    Header::parse(&bytes).map_err(|e| not_served(backing, &e))
+    read_start(image, &mut head)?;
+    let mut bytes = vec![0; cluster_bytes(&head).map_err(|e| not_served(image, &e))?];
+    read_start(image, &mut bytes)?;
+    let header = Header::parse(&bytes).map_err(|e| not_served(image, &e))?;
+    prefer_link(image, &header);
+    Ok(header)
 }
 
 fn not_served(backing: &ImageFile, error: &Error) -> Error {
     Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
-}
-
-/// Fails with [`ErrorKind::Format`] if a table is not completely in the file.
-fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
-    let header = read_header(backing)?;
-    let file_bytes = backing.size()?;
-    for (name, offset, bytes) in header.tables() {
-        if bytes > 0 && offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
-            let message = format!(
-                "its {name} table is not all in the file, which was truncated; restore it from a copy"
-            );
-            return Err(not_served(backing, &malformed(message)));
-        }
-    }
-    let l1 = read_numbers(backing, header.l1_offset, header.l1_entries as usize)?;
-    Ok(Tables { header, l1 })
 }
 
 /// Reads a table of big-endian numbers, which is completely in the file.
@@ -87,9 +99,9 @@ pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Re
     Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
 }
 
-/// Reads from an image of which no size is known yet.
-fn read_at(image: &ImageFile, bytes: &mut [u8], offset: u64) -> Result<(), Error> {
-    image.read_padded_at(bytes, offset, 0, None).map_err(|e| image.failed("read", e))
+/// Reads the beginning of an image of which no size is known yet.
+fn read_start(image: &ImageFile, bytes: &mut [u8]) -> Result<(), Error> {
+    image.read_padded_at(bytes, 0, 0, None).map_err(|e| image.failed("read", e))
 }
 
 /// Opens the backing files of `top`. Returns the chain: `top`, and its backing files in order from the nearest.
@@ -184,15 +196,15 @@ pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<BackingFile> {
     let mut files = Vec::new();
     let mut last = ImageFile::open(image, true);
     while let Ok(mut file) = last
-        && let Ok(header) = read_header(&file)
+        && let Ok(header) = read_header(&mut file)
         && files.len() < DEPTH_MAX
     {
-        prefer_link(&mut file, &header);
         let Some(name) = header.backing else { break };
         let qcow2 = name.format.as_deref() == Some("qcow2");
         last = open_one(&file.path, &name, allowed);
-        let found = last.as_ref().ok().map(|backing| (backing.path.clone(), backing.identity));
-        files.extend(found.map(|(path, identity)| BackingFile { path, identity, qcow2 }));
+        let found =
+            |file: &ImageFile| BackingFile { path: file.path.clone(), identity: file.identity, qcow2 };
+        files.extend(last.as_ref().ok().map(found));
         if !qcow2 {
             break;
         }
@@ -204,7 +216,7 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
     let size = backing.size()?;
     let (shown, of) = (backing.path.display(), image.display());
     let mut magic = [0; 4];
-    read_at(&backing, &mut magic, 0)?;
+    read_start(&backing, &mut magic)?;
     let other = match name.format.as_deref() {
         Some("qcow2") => return Opened::with_tables(backing),
         // The header could be written by a guest that had the raw image: as qcow2, it would make the host
@@ -231,7 +243,7 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
 /// Makes `backing`, an image with `header`, use the symbolic link by which it was opened as its path, if it
 /// names its own backing file by a relative name. As in QEMU, such a name is relative to the directory of the
 /// link, not of the image.
-pub(super) fn prefer_link(backing: &mut ImageFile, header: &Header) {
+fn prefer_link(backing: &mut ImageFile, header: &Header) {
     let is_relative =
         |name: &BackingName| backing_path(&backing.path, &name.name).is_ok_and(Path::is_relative);
     if header.backing.as_ref().is_some_and(is_relative)

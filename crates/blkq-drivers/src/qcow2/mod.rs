@@ -43,7 +43,7 @@ use crate::image_file::{
 };
 
 use bitmaps::store::Qcow2Bitmaps;
-pub use chain::{BackingFile, backing_files};
+pub use chain::{BackingFile, OverlayBase, backing_files};
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
 use io::blocking_reader::BlockingReader;
@@ -55,7 +55,6 @@ use io::reserve::free_reserved;
 pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::create::Base;
-pub use jobs::overlay::OverlayBase;
 pub use journal::Journals;
 pub use options::{BackingChain, Qcow2Options};
 use tables::cache::{CACHE_BYTES, Cache};
@@ -82,39 +81,9 @@ pub struct Qcow2 {
     bitmaps: ImageBitmaps<Qcow2Bitmaps>,
 }
 
-struct Parts {
-    /// The files of the chain, the active image first, and what was read from them.
-    chain: Vec<(Arc<ImageFile>, Layer)>,
-    writer: Writer,
-    size: u64,
-    terms: ClientTerms,
-    read_only: bool,
-    /// Clients use the device already, and wait until it is open.
-    in_use: bool,
-    warnings: Vec<String>,
-}
-
 /// The size of a cached slice in bytes, which must not exceed a cluster of any image in the chain.
 fn slice_bytes<'a>(chain: impl IntoIterator<Item = &'a Option<Tables>>) -> u64 {
     chain.into_iter().flatten().map(|tables| tables.header.cluster_bytes()).fold(SLICE_MAX_BYTES, u64::min)
-}
-
-/// Opens and locks the active image. Also returns a warning of the lock, if there is one.
-fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
-    if options.shared && !options.read_only {
-        let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
-        return Err(invalid(message));
-    }
-    let file = ImageFile::open(&options.path, options.read_only)?;
-    let warning = file.lock(&LOCKED, LockKind::of(options.read_only, false), options.shared)?;
-    if !options.shared {
-        file.check_unclaimed(&LOCKED, options.read_only)?;
-    }
-    let top = Opened::with_tables(file)?;
-    if !options.read_only {
-        check_repaired(&top)?;
-    }
-    Ok((top, warning))
 }
 
 fn check_repaired(image: &Opened) -> Result<(), Error> {
@@ -141,8 +110,20 @@ impl Qcow2 {
     /// [`blkq::ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
     /// two have no hint, because the caller knows its own options.
     pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
-        let (top, warning) = open_top(options)?;
-        let mut warnings = Vec::from_iter(warning);
+        if options.shared && !options.read_only {
+            let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
+            return Err(invalid(message));
+        }
+        let file = ImageFile::open(&options.path, options.read_only)?;
+        let kind = LockKind::of(options.read_only, false);
+        let mut warnings = Vec::from_iter(file.lock(&LOCKED, kind, options.shared)?);
+        if !options.shared {
+            file.check_unclaimed(&LOCKED, options.read_only)?;
+        }
+        let top = Opened::with_tables(file)?;
+        if !options.read_only {
+            check_repaired(&top)?;
+        }
         let shown = top.file.path.display();
         let logical_block_bytes =
             top.file.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
@@ -185,18 +166,19 @@ impl Qcow2 {
             terms.memory_align = terms.memory_align.max(align.map_or(1, DirectAlign::largest));
             chain.push(one.into_layer(align)?);
         }
-        let (read_only, in_use) = (options.read_only, options.device_bytes.is_some());
-        let parts = Parts { chain, writer, size, terms, read_only, in_use, warnings };
-        Qcow2::assemble(parts, journals, None)
+        let image = OverlayBase { chain, size, terms };
+        let device = Qcow2::assemble(image, writer, options.read_only, warnings)?;
+        device.start(journals, None, options.device_bytes.is_some())
     }
 
-    /// `overlay` is the overlay that a block commit commits into this image.
+    /// The device of `image`. [`Qcow2::start`] must follow.
     fn assemble(
-        parts: Parts,
-        journals: Option<&Journals>,
-        overlay: Option<(u64, u64)>,
+        image: OverlayBase,
+        writer: Writer,
+        read_only: bool,
+        warnings: Vec<String>,
     ) -> Result<Qcow2, Error> {
-        let Parts { chain, writer, size, terms, read_only, in_use, warnings } = parts;
+        let OverlayBase { chain, size, terms } = image;
         let (files, mut layers): (Vec<_>, Vec<Layer>) = chain.into_iter().unzip();
         let cache = Cache::new(CACHE_BYTES, slice_bytes(layers.iter().map(|layer| &layer.tables)) as usize);
         let Some(top) = layers.first_mut().and_then(|layer| layer.tables.take()) else {
@@ -205,7 +187,7 @@ impl Qcow2 {
         let state = State { top, layers, cache, size, writer, flushes: 0, journal: None };
         let shared = Shared::new(state, files);
         let bitmaps = Qcow2Bitmaps::new(&shared, !read_only);
-        let device = Qcow2 {
+        Ok(Qcow2 {
             name: ImageName::new(shared.path()),
             shared,
             writable: !read_only,
@@ -214,8 +196,18 @@ impl Qcow2 {
             terms,
             warnings,
             bitmaps: ImageBitmaps(bitmaps),
-        };
-        let device = device.begin_journal(journals, overlay, in_use)?;
+        })
+    }
+
+    /// `overlay` is the overlay that a block commit commits into this image. `in_use`: clients use the device already,
+    /// and wait until it is open.
+    fn start(
+        self,
+        journals: Option<&Journals>,
+        overlay: Option<(u64, u64)>,
+        in_use: bool,
+    ) -> Result<Qcow2, Error> {
+        let device = self.begin_journal(journals, overlay, in_use)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
         for (file, layer) in device.shared.files.iter().zip(&locked(&device.shared.state).layers) {
@@ -251,6 +243,16 @@ impl Qcow2 {
             self.shared.run("write the tables", async |env| flush_metadata(&env, true).await)?;
         }
         Ok(())
+    }
+
+    /// Writes all tables back, which frees discarded clusters, then ends the journal. Frees reserved space in any case.
+    fn close(&self) -> Result<(), Error> {
+        let written = self.flush_all_metadata();
+        if written.is_ok() {
+            self.end_journal();
+        }
+        let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        written
     }
 
     /// The path of the image: absolute, with symbolic links resolved unless `prefer_link` chose the link.
@@ -464,11 +466,9 @@ impl Drop for Qcow2 {
         if self.superseded.load(Relaxed) {
             return;
         }
-        // The last flush has written everything that clients were promised. This frees discarded clusters and
-        // reserved space.
-        if self.writable && self.flush_all_metadata().is_ok() {
-            self.end_journal();
-            let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        // The last flush has written everything that clients were promised, so errors are ignored.
+        if self.writable {
+            let _ = self.close();
         }
         // Released explicitly, because a ring may keep a reference to the file for longer than the device exists.
         self.file().unlock(&LOCKED);

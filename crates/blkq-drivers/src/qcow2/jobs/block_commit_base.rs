@@ -12,7 +12,7 @@ use crate::errors::unsupported;
 use crate::image_file::{ImageFile, LockKind};
 use crate::r#loop::LoopDevice;
 use crate::qcow2::Qcow2;
-use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
+use crate::qcow2::chain::{LOCKED, open_one, read_header};
 use crate::qcow2::io::blocking::write_data;
 use crate::qcow2::io::zero::{Wanted, clear};
 use crate::qcow2::journal::Journals;
@@ -51,17 +51,14 @@ pub struct OpenedBase {
 /// another process writes to it; the error of opening one of the files.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
     let mut top = ImageFile::open(image, true)?;
-    let header = read_header(&top)?;
-    prefer_link(&mut top, &header);
-    let Some(name) = header.backing else {
+    let Some(name) = read_header(&mut top)?.backing else {
         let message = format!("{} cannot be committed: it has no backing file", top.path.display());
         return Err(unsupported(message));
     };
     let mut found = open_one(&top.path, &name, allowed)?;
     let qcow2 = name.format.as_deref() == Some("qcow2");
     if qcow2 {
-        let header = read_header(&found)?;
-        prefer_link(&mut found, &header);
+        read_header(&mut found)?;
     }
     let base = found.reopen(true)?;
     let synced = found.reopen(false)?.into_file();

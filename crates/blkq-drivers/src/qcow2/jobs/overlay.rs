@@ -12,28 +12,13 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
 use crate::errors::{invalid, unsupported};
-use crate::image_file::{ClientTerms, ImageFile, LockKind, RawImage, check_not_longer};
-use crate::qcow2::chain::{self, LOCKED, Opened};
-use crate::qcow2::io::reserve::free_reserved;
+use crate::image_file::{ImageFile, LockKind, check_not_longer};
+use crate::qcow2::chain::{self, LOCKED, Opened, OverlayBase};
 use crate::qcow2::journal::{self, Journals};
 use crate::qcow2::tables::state::Layer;
-use crate::qcow2::{Parts, Qcow2, check_repaired, choose_file_mode, open_writer, slice_bytes};
+use crate::qcow2::{Qcow2, check_repaired, choose_file_mode, open_writer, slice_bytes};
 
 use super::create::Base;
-
-/// The active image with its backing files, from which a new overlay is made.
-pub struct OverlayBase {
-    chain: Vec<(Arc<ImageFile>, Layer)>,
-    size: u64,
-    terms: ClientTerms,
-}
-
-impl OverlayBase {
-    pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
-        let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
-        OverlayBase { chain: vec![(raw.file, layer)], size: raw.size, terms: raw.terms }
-    }
-}
 
 impl Qcow2 {
     /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
@@ -131,33 +116,27 @@ impl Qcow2 {
     /// `below`. `overlay` is the overlay that is committed into `top`, if this is for a block commit.
     fn on_top(
         top: Opened,
-        below: OverlayBase,
+        mut below: OverlayBase,
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
-        let OverlayBase { mut chain, size, mut terms } = below;
         // `open_writer` reads the file through the page cache. This must happen before direct I/O is set, after
         // which reads have to be aligned.
         let writer = open_writer(&top, false)?;
-        let tables = std::iter::once(&top.tables).chain(chain.iter().map(|(_, layer)| &layer.tables));
+        let tables = std::iter::once(&top.tables).chain(below.chain.iter().map(|(_, layer)| &layer.tables));
         let slice_bytes = slice_bytes(tables);
-        let mode = terms.choose_mode(&top.file.path, || choose_file_mode(&top, &terms, slice_bytes))?;
-        terms.buffered = mode.direct.is_none().then_some(mode.reason);
-        chain.insert(0, top.into_layer(mode.direct)?);
-        let (read_only, in_use, warnings) = (false, true, Vec::new());
-        let parts = Parts { chain, writer, size, terms, read_only, in_use, warnings };
-        Qcow2::assemble(parts, journals, overlay)
+        let choose = || choose_file_mode(&top, &below.terms, slice_bytes);
+        let mode = below.terms.choose_mode(&top.file.path, choose)?;
+        below.terms.buffered = mode.direct.is_none().then_some(mode.reason);
+        below.chain.insert(0, top.into_layer(mode.direct)?);
+        Qcow2::assemble(below, writer, false, Vec::new())?.start(journals, overlay, true)
     }
 
     /// Gives the image's file to another driver, which only reads it, even if writing the tables fails.
     /// Writes all tables back, ends the journal and makes the lock a shared one.
     pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
-        let written = self.flush_all_metadata();
-        if written.is_ok() {
-            self.end_journal();
-        }
-        let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        let written = self.close();
         self.file().downgrade(&LOCKED);
         written
     }
