@@ -318,12 +318,8 @@ impl BitmapEntry {
     }
 }
 
-/// A change of bytes in the header cluster. It must be durable before the next change is written.
-#[derive(Debug)]
-pub struct HeaderChange {
-    pub at: usize,
-    pub bytes: Vec<u8>,
-}
+/// A change in the header cluster: the offset and the new bytes. It must be durable before the next change is written.
+pub type HeaderChange = (usize, Vec<u8>);
 
 /// Plans the changes of the header cluster `old` that replace its bitmaps extension by `extension`, or remove
 /// it. Fails with [`ErrorKind::Unsupported`] for an image of version 2 or a header without room.
@@ -411,17 +407,15 @@ impl HeaderPlan {
         let place = &mut self.cluster[at..at + bytes.len()];
         if place != bytes {
             place.copy_from_slice(bytes);
-            self.changes.push(HeaderChange { at, bytes: bytes.to_vec() });
+            self.changes.push((at, bytes.to_vec()));
         }
     }
 
     /// The changes, as a single one if the first sector contains them all.
     fn finish(self) -> Vec<HeaderChange> {
-        let end = self.changes.iter().map(|change| change.at + change.bytes.len()).max();
+        let end = self.changes.iter().map(|(at, bytes)| at + bytes.len()).max();
         match end {
-            Some(end) if end <= SECTOR_BYTES => {
-                vec![HeaderChange { at: 0, bytes: self.cluster[..end].to_vec() }]
-            }
+            Some(end) if end <= SECTOR_BYTES => vec![(0, self.cluster[..end].to_vec())],
             _ => self.changes,
         }
     }
@@ -540,7 +534,7 @@ mod tests {
             let backing = trusted(&cluster).0;
             for next in [Some(extension(1)), Some(extension(2)), None, Some(extension(3)), None] {
                 let before = trusted(&cluster).1;
-                for HeaderChange { at, bytes } in plan_extension(&cluster, next.as_ref()).unwrap() {
+                for (at, bytes) in plan_extension(&cluster, next.as_ref()).unwrap() {
                     let changed = [&cluster[..at], &bytes, &cluster[at + bytes.len()..]].concat();
                     // Each sector is written or not.
                     for written in 0..1 << 8 {

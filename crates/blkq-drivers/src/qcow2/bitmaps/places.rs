@@ -14,7 +14,7 @@ use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::{flush_metadata, refcount_of, sync};
 use crate::qcow2::io::operations::Op;
 
-use super::format::{BitmapEntry, HeaderChange, Layout, entry_name, plan_extension};
+use super::format::{BitmapEntry, Layout, entry_name, plan_extension};
 
 /// Attempts to find contiguous clusters for a table or directory.
 const SEARCHES_MAX: usize = 64;
@@ -29,6 +29,8 @@ struct Place {
 
 #[derive(Clone, Default)]
 pub struct Places {
+    /// The bitmaps in the image are marked as in use, or the image has none.
+    pub marked: bool,
     directory: Option<Clusters>,
     places: Vec<Place>,
     /// Clusters of loaded bitmaps that could not be adopted; released once a new directory is written.
@@ -202,7 +204,7 @@ async fn write_directory(
 pub async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
     let changes =
         plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
-    for HeaderChange { at, bytes } in changes {
+    for (at, bytes) in changes {
         let changed = change_header(env, at, &bytes).await;
         if changed.is_err() {
             // The header on disk may be the old or the new one.

@@ -21,23 +21,15 @@ use crate::qcow2::io::flush_metadata::sync;
 use super::format::{BitmapEntry, Layout, Stored, plan_extension, read};
 use super::places::{Places, adopt, exchange, read_head, store, write, write_extension};
 
-#[derive(Default)]
-struct PersistentBitmaps {
-    places: Places,
-    /// The bitmaps in the image are marked as in use, or the image has none.
-    marked: bool,
-}
-
 pub struct Qcow2Bitmaps {
     shared: Arc<Shared>,
     writable: bool,
-    persistent: Mutex<PersistentBitmaps>,
+    places: Mutex<Places>,
 }
 
 impl Qcow2Bitmaps {
     pub fn new(shared: &Arc<Shared>, writable: bool) -> Qcow2Bitmaps {
-        let persistent = Mutex::new(PersistentBitmaps::default());
-        Qcow2Bitmaps { shared: Arc::clone(shared), writable, persistent }
+        Qcow2Bitmaps { shared: Arc::clone(shared), writable, places: Mutex::default() }
     }
 
     /// Rejects a directory that overlaps a table of the image, because the directory is about to be written.
@@ -53,7 +45,7 @@ impl Qcow2Bitmaps {
 
     /// Clears the autoclear bit, so that no program trusts the bitmaps in the image.
     fn ignore_bitmaps(&self) -> Result<(), Error> {
-        locked(&self.persistent).marked = true;
+        locked(&self.places).marked = true;
         if locked(&self.shared.state).top.header.autoclear == 0 || !self.writable {
             return Ok(());
         }
@@ -62,17 +54,17 @@ impl Qcow2Bitmaps {
 
     /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
     pub fn mark_bitmaps(&self) -> Result<(), Error> {
-        let marked = locked(&self.persistent).marked;
+        let marked = locked(&self.places).marked;
         if marked { Ok(()) } else { self.ignore_bitmaps() }
     }
 
     /// Makes the image name `bitmaps`, for a device of `size` bytes, besides entries that blkq does not know.
     fn reserve_for(&self, bitmaps: &[&Bitmap], size: u64) -> Result<(), Error> {
         let named: Vec<BitmapEntry> = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
-        if locked(&self.persistent).places.has(&named) {
+        if locked(&self.places).has(&named) {
             return Ok(());
         }
-        if let Some(name) = locked(&self.persistent).places.find_other(&named) {
+        if let Some(name) = locked(&self.places).find_other(&named) {
             let shown = self.path().display();
             return Err(unsupported(format!(
                 "{shown} already has a bitmap {name}, of a kind that blkq does not know"
@@ -88,9 +80,10 @@ impl Qcow2Bitmaps {
         what: &str,
         task: impl FnOnce(Rc<Env>, Places) -> F,
     ) -> Result<(), Error> {
-        let old = locked(&self.persistent).places.clone();
-        let places = self.shared.run(what, |env| task(env, old))?;
-        *locked(&self.persistent) = PersistentBitmaps { places, marked: true };
+        let old = locked(&self.places).clone();
+        let mut places = self.shared.run(what, |env| task(env, old))?;
+        places.marked = true;
+        *locked(&self.places) = places;
         Ok(())
     }
 
@@ -179,7 +172,7 @@ impl BitmapFormat for Qcow2Bitmaps {
         let size = self.size();
         self.reserve_for(&bitmaps.iter().map(|bitmap| &**bitmap).collect::<Vec<_>>(), size)?;
         let named = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
-        let (bitmaps, places) = (bitmaps.to_vec(), locked(&self.persistent).places.begin_store(named));
+        let (bitmaps, places) = (bitmaps.to_vec(), locked(&self.places).begin_store(named));
         self.shared.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 }

@@ -151,8 +151,8 @@ impl Header {
             (false, _) => Compression::Deflate,
             _ => return Err(unsupported("its compression type is unknown")),
         };
-        let backing = backing_name(bytes, header_bytes)?;
         let extensions = extensions(bytes, header_bytes)?;
+        let backing = backing_name(bytes, header_bytes, &extensions)?;
         let bitmaps = if v3 { bitmaps_extension(&extensions)? } else { None };
         let header = Header {
             version,
@@ -170,7 +170,7 @@ impl Header {
             dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             compression,
-            backing: backing.map(|name| with_format(name, &extensions)).transpose()?,
+            backing,
             bitmaps: bitmaps.map(|found| BitmapsExtension::parse(found.data)),
         };
         header.check()?;
@@ -249,7 +249,11 @@ fn check_features(incompatible: u64) -> Result<(), Error> {
     }
 }
 
-fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
+fn backing_name(
+    bytes: &[u8],
+    header_bytes: usize,
+    extensions: &[Extension<'_>],
+) -> Result<Option<BackingName>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
     if offset == 0 {
         return Ok(None);
@@ -257,13 +261,12 @@ fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Erro
     let start = usize::try_from(offset).ok().filter(|start| *start >= header_bytes);
     let name = start.and_then(|start| bytes.get(start..)?.get(..length));
     let is_name = |name: &&[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
-    match name.filter(is_name) {
-        Some(name) => Ok(Some(name).filter(|name| !name.is_empty())),
-        None => Err(malformed("the name of its backing file is not in its header")),
+    let Some(name) = name.filter(is_name) else {
+        return Err(malformed("the name of its backing file is not in its header"));
+    };
+    if name.is_empty() {
+        return Ok(None);
     }
-}
-
-fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName, Error> {
     let format = extensions.iter().find(|extension| extension.kind == EXTENSION_BACKING_FORMAT);
     let format = format.map(|format| String::from_utf8_lossy(format.data).into_owned());
     // Both appear on terminals and in log lines, where control characters could forge output.
@@ -271,7 +274,7 @@ fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName,
     if names.iter().flatten().any(|name| name.contains(char::is_control)) {
         return Err(malformed("the name or the format of its backing file contains control characters"));
     }
-    Ok(BackingName { name: name.to_vec(), format })
+    Ok(Some(BackingName { name: name.to_vec(), format }))
 }
 
 /// The extension for bitmaps. Fails with [`blkq::ErrorKind::Format`] if it is damaged or there are several.

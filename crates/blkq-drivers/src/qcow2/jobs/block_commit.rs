@@ -154,10 +154,10 @@ impl BlockCommit {
     /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
     /// # Errors
-    /// The I/O error of an overlay's table, or the error of `check_cancelled`, called before each lookup.
-    pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+    /// The I/O error of an overlay's table, or the error of `check`, called before each lookup.
+    pub fn count<E: From<Error>>(&mut self, check: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
-        while let Some(range) = self.next_allocated(check_cancelled)? {
+        while let Some(range) = self.next_allocated(check)? {
             bytes += range.end - range.start;
         }
         self.lookup_position = 0;
@@ -189,20 +189,17 @@ impl BlockCommit {
     ///
     /// # Errors
     /// The I/O error of the base, and as [`BlockCommit::count`].
-    pub fn next_pass<E: From<Error>>(
-        &mut self,
-        check_cancelled: &dyn Fn() -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.sync_base(check_cancelled)?;
+    pub fn next_pass<E: From<Error>>(&mut self, check: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        self.sync_base(check)?;
         self.target()?.sync()?;
         self.take_changes()?;
-        self.count(check_cancelled)
+        self.count(check)
     }
 
     /// Syncs the base on a helper thread, and checks for cancellation while it runs; a cancellation leaves
     /// the thread running. The sync of the target, which follows and cannot be cancelled, then has little to
     /// write.
-    fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+    fn sync_base<E: From<Error>>(&self, check: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
         let (sender, synced) = channel();
@@ -213,7 +210,7 @@ impl BlockCommit {
                 // The kernel reports a write-back error once to each open file description. The sync of a raw
                 // target uses that of `file`, so it would not report the error again.
                 Ok(result) => return Ok(result.map_err(cannot)?),
-                Err(RecvTimeoutError::Timeout) => check_cancelled()?,
+                Err(RecvTimeoutError::Timeout) => check()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     let message = "the thread that syncs the backing file has panicked";
                     return Err(Error::new(ErrorKind::System, message).into());
@@ -227,14 +224,14 @@ impl BlockCommit {
     /// flush, if the pass has nothing left to copy.
     ///
     /// # Errors
-    /// The I/O error of a table of the overlay, or the error of `check_cancelled` or `flush`.
+    /// The I/O error of a table of the overlay, or the error of `check` or `flush`.
     pub fn find<E: From<Error>>(
         &mut self,
-        check_cancelled: &dyn Fn() -> Result<(), E>,
+        check: &dyn Fn() -> Result<(), E>,
         flush: impl FnOnce() -> Result<(), E>,
     ) -> Result<bool, E> {
         while self.extents.len() < BATCH_EXTENTS_MAX {
-            let Some(range) = self.next_allocated(check_cancelled)? else { break };
+            let Some(range) = self.next_allocated(check)? else { break };
             self.extents.push_back(range);
         }
         if self.extents.is_empty() {
@@ -382,11 +379,11 @@ impl BlockCommit {
 
     fn next_allocated<E: From<Error>>(
         &mut self,
-        check_cancelled: &dyn Fn() -> Result<(), E>,
+        check: &dyn Fn() -> Result<(), E>,
     ) -> Result<Option<Range<u64>>, E> {
         let device = &*self.overlay;
         while let Some(range) = next_changed(&self.pass, self.lookup_position) {
-            check_cancelled()?;
+            check()?;
             let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
             let extent =
                 self.reader.next_allocated(range.start..end).map_err(|e| device.file().failed("read", e))?;
