@@ -227,7 +227,7 @@ impl Qcow2 {
     /// Makes all writes durable. No queue may do I/O meanwhile.
     fn sync(&self) -> Result<(), Error> {
         // A flush of its own, because data that was overwritten in place makes no table dirty.
-        self.shared.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+        self.shared.run("make the data durable", async |env| flush_metadata(env, true).await)?;
         self.flush_all_metadata()
     }
 
@@ -240,7 +240,7 @@ impl Qcow2 {
             if !locked(&self.shared.state).is_dirty() {
                 break;
             }
-            self.shared.run("write the tables", async |env| flush_metadata(&env, true).await)?;
+            self.shared.run("write the tables", async |env| flush_metadata(env, true).await)?;
         }
         Ok(())
     }
@@ -251,7 +251,7 @@ impl Qcow2 {
         if written.is_ok() {
             self.end_journal();
         }
-        let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(env).await);
         written
     }
 
@@ -422,7 +422,7 @@ impl Driver for Qcow2 {
                 return Ok(());
             }
         }
-        self.shared.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
+        self.shared.run("change the size", async move |env| grow::grow(env, bytes).await)
     }
 
     fn bitmap_store(&self) -> Option<&dyn BitmapStore> {

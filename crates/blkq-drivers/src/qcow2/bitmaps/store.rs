@@ -3,7 +3,6 @@
 //! the daemon is killed before that, the bitmap stays marked as in use, so that no program trusts it.
 
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::bitmap::Bitmap;
@@ -49,7 +48,7 @@ impl Qcow2Bitmaps {
         if locked(&self.shared.state).top.header.autoclear == 0 || !self.writable {
             return Ok(());
         }
-        self.shared.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
+        self.shared.run("change its header", async |env| change_header(env, AUTOCLEAR_AT, &[0; 4]).await)
     }
 
     /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
@@ -71,17 +70,17 @@ impl Qcow2Bitmaps {
             ))
             .with_hint("detach the device, and remove the bitmap with `qemu-img bitmap`"));
         }
-        self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
+        self.change_places("make room for the bitmaps", async move |env, old| exchange(env, old, named).await)
     }
 
     /// Runs a task that gets the present places and returns the new ones, and stores these.
-    fn change_places<F: Future<Output = Result<Places, Status>> + 'static>(
+    fn change_places(
         &self,
         what: &str,
-        task: impl FnOnce(Rc<Env>, Places) -> F,
+        task: impl AsyncFnOnce(&Env, Places) -> Result<Places, Status> + 'static,
     ) -> Result<(), Error> {
         let old = locked(&self.places).clone();
-        let mut places = self.shared.run(what, |env| task(env, old))?;
+        let mut places = self.shared.run(what, async move |env| task(env, old).await)?;
         places.marked = true;
         *locked(&self.places) = places;
         Ok(())
@@ -96,7 +95,7 @@ impl Qcow2Bitmaps {
         if locked(&self.shared.state).top.header.bitmaps.is_none() {
             return Ok(());
         }
-        self.shared.run("remove the bitmaps", async |env| write_extension(&env, None).await)
+        self.shared.run("remove the bitmaps", async |env| write_extension(env, None).await)
     }
 }
 
@@ -145,18 +144,18 @@ impl BitmapFormat for Qcow2Bitmaps {
         let named: Vec<BitmapEntry> = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
         self.change_places("mark its bitmaps as in use", async move |env, _| {
             if autoclear != AUTOCLEAR_BITMAPS {
-                change_header(&env, AUTOCLEAR_AT, &AUTOCLEAR_BITMAPS.to_be_bytes()).await?;
+                change_header(env, AUTOCLEAR_AT, &AUTOCLEAR_BITMAPS.to_be_bytes()).await?;
             }
-            write(&env, layout.directory, &layout.marked).await?;
-            sync(&env).await?;
-            Ok(adopt(&env, layout, named).await)
+            write(env, layout.directory, &layout.marked).await?;
+            sync(env).await?;
+            Ok(adopt(env, layout, named).await)
         })?;
         Ok(self.reserve_for(bitmaps, size).err())
     }
 
     fn check(&self) -> Result<(), Error> {
         // Without the path of the image, which `ImageBitmaps` adds to the error.
-        let head = blocking::run(&self.shared, "read its header", async |env| read_head(&env).await)?;
+        let head = blocking::run(&self.shared, "read its header", async |env| read_head(env).await)?;
         let extension = BitmapsExtension { count: 1, directory_bytes: 0, directory: 0 };
         plan_extension(&head, Some(&extension)).map(drop)
     }
@@ -173,6 +172,6 @@ impl BitmapFormat for Qcow2Bitmaps {
         self.reserve_for(&bitmaps.iter().map(|bitmap| &**bitmap).collect::<Vec<_>>(), size)?;
         let named = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
         let (bitmaps, places) = (bitmaps.to_vec(), locked(&self.places).begin_store(named));
-        self.shared.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
+        self.shared.run("save the bitmaps", async move |env| store(env, &places, &bitmaps).await)
     }
 }

@@ -2,7 +2,6 @@
 //! I/O, and for the last flush. The thread may be forbidden to create a ring.
 
 use std::cell::RefCell;
-use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -12,17 +11,17 @@ use super::env::{Env, Shared};
 use super::operations::{Executor, Memory};
 use super::write::{Source, write};
 
-/// Runs the task that `task` returns, while no queue does I/O. `what` completes the message "cannot ...".
-pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
+/// Runs `task` while no queue does I/O. `what` completes the message "cannot ...".
+pub fn run<T: 'static>(
     shared: &Arc<Shared>,
     what: &str,
-    task: impl FnOnce(Rc<Env>) -> F,
+    task: impl AsyncFnOnce(&Env) -> Result<T, Status> + 'static,
 ) -> Result<T, Error> {
     let env = Env::new(Arc::clone(shared), None);
     let mut executor = Executor::default();
     let result = Rc::new(RefCell::new(Err(Status::Io)));
-    let (task, kept) = (task(Rc::clone(&env)), Rc::clone(&result));
-    executor.spawn(&env.io, async move { drop(kept.replace(task.await)) });
+    let (own, kept) = (Rc::clone(&env), Rc::clone(&result));
+    executor.spawn(&env.io, async move { drop(kept.replace(task(&own).await)) });
     while !executor.is_idle() {
         executor.run(&env.io);
         let mut idle = !env.io.has_paused();
@@ -41,10 +40,10 @@ pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
 
 impl Shared {
     /// As [`run`]. `what` is completed by the path of the image.
-    pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
+    pub fn run<T: 'static>(
         self: &Arc<Self>,
         what: &str,
-        task: impl FnOnce(Rc<Env>) -> F,
+        task: impl AsyncFnOnce(&Env) -> Result<T, Status> + 'static,
     ) -> Result<T, Error> {
         run(self, &format!("{what} in {}", self.path().display()), task)
     }
@@ -56,6 +55,7 @@ pub fn write_data(shared: &Arc<Shared>, position: u64, mut data: IoBuffer) -> Re
     // SAFETY: the buffer outlives `run`, which performs all operations before it returns, and no other
     // request in this environment has the tag.
     let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
-    let task = move |env: Rc<Env>| async move { write(&env, position, bytes, Source::Memory(&memory)).await };
-    run(shared, &format!("write to {}", shared.path().display()), task)
+    run(shared, &format!("write to {}", shared.path().display()), async move |env| {
+        write(env, position, bytes, Source::Memory(&memory)).await
+    })
 }

@@ -17,33 +17,30 @@ const MOST_BYTES: u64 = 64 << 20;
 /// system or one without fallocate(2), the write continues without it. In some images a cluster may lie far
 /// beyond the end of the file: what is between stays a hole.
 pub async fn reserve(env: &Env, end: u64) {
-    loop {
-        let range = {
+    let (from, to) = loop {
+        {
             let mut state = env.state();
             let bits = state.cluster_bits();
             let writer = &mut state.writer;
             writer.note_written(end, bits);
             let Some(reached) = writer.extended_to.filter(|reached| *reached < end) else { return };
-            let from = reached.max(end.saturating_sub(MOST_BYTES));
-            let to = end + (from / PART).clamp(LEAST_BYTES, MOST_BYTES);
-            (!std::mem::replace(&mut writer.extending, true)).then_some(from..to)
-        };
-        let Some(range) = range else {
-            env.io.wait().await;
-            continue;
-        };
-        let done = env.io.submit(Op::extend(range.start, range.end - range.start)).await;
-        {
-            let mut state = env.state();
-            state.writer.extending = false;
-            state.writer.extended_to = done.is_ok().then_some(range.end);
-            if done.is_ok() {
-                state.note_size(range.end);
+            if !std::mem::replace(&mut writer.extending, true) {
+                let from = reached.max(end.saturating_sub(MOST_BYTES));
+                break (from, end + (from / PART).clamp(LEAST_BYTES, MOST_BYTES));
             }
         }
-        env.io.changed();
-        return;
+        env.io.wait().await;
+    };
+    let is_done = env.io.submit(Op::extend(from, to - from)).await.is_ok();
+    {
+        let mut state = env.state();
+        state.writer.extending = false;
+        state.writer.extended_to = is_done.then_some(to);
+        if is_done {
+            state.note_size(to);
+        }
     }
+    env.io.changed();
 }
 
 /// Size of the blocks in which file systems allocate space.

@@ -120,8 +120,8 @@ impl Target {
 
 impl Qcow2 {
     fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
-        self.shared.run("write zeroes", move |env| async move {
-            clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
+        self.shared.run("write zeroes", async move |env| {
+            clear(env, range.start, range.end - range.start, Wanted::Zeroes).await
         })
     }
 

@@ -22,7 +22,7 @@ impl Qcow2 {
                 (state.top.header.l1_offset, (state.top.l1.len() * 8).next_multiple_of(align))
             };
             env.io.submit(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
-            sync(&env).await
+            sync(env).await
         })
     }
 
@@ -33,7 +33,7 @@ impl Qcow2 {
             let entries = state.top.l1.len();
             state.writer.l1_dirty.extend(0..entries);
         }
-        let _ = self.shared.run("fill its tables again", async |env| flush_metadata(&env, true).await);
+        let _ = self.shared.run("fill its tables again", async |env| flush_metadata(env, true).await);
     }
 
     /// Frees all clusters of an emptied overlay except those of its header and tables. After an error,
@@ -61,7 +61,7 @@ impl Qcow2 {
             }
             content
         };
-        self.shared.run("free its clusters", move |env| async move {
+        self.shared.run("free its clusters", async move |env| {
             for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
                 env.io.submit(env.write_op(*block).with_buffer(table(number))).await?;
             }

@@ -55,7 +55,7 @@ impl Qcow2 {
         let deadline = Instant::now() + TIME_MAX;
         // The killed process may have written tables that are not durable. A cluster to which only older tables refer
         // must not be freed before them.
-        self.shared.run("make its tables durable", async |env| sync(&env).await)?;
+        self.shared.run("make its tables durable", async |env| sync(env).await)?;
         let counts = find_leaked(self.file(), &locked(&self.shared.state), deadline)?;
         let leaked = counts.iter().filter(|count| **count == FLAG).count() as u64;
         if leaked == 0 {
@@ -78,7 +78,7 @@ impl Qcow2 {
                 // As in a flush of the metadata, the space is freed while the clusters are still allocated, and errors
                 // are ignored, because not every file system can punch holes.
                 let _ = env.io.submit(Op::punch(host, count << bits)).await;
-                free_unused(&env, Clusters { host, count, fresh: false }).await;
+                free_unused(env, Clusters { host, count, fresh: false }).await;
             }
             Ok(())
         });

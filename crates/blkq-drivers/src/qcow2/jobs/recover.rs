@@ -72,7 +72,7 @@ impl Qcow2 {
                 let path =
                     found.as_ref().map(|journal| journal.path.display().to_string()).unwrap_or_default();
                 let replayed =
-                    self.shared.run("apply the journal", async move |env| replay(&env, records).await);
+                    self.shared.run("apply the journal", async move |env| replay(env, records).await);
                 leaked = replayed.map_err(|error| {
                     // Drops the driver without writing its tables: the image would get a part of the changes.
                     self.superseded.store(true, Relaxed);
@@ -179,7 +179,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.shared.run("change its header", async move |env| {
-            allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
+            allocate::write_header(env, TAG_AT, &tag.to_be_bytes()).await
         })?;
         let mut state = locked(&self.shared.state);
         // The old tag may not be durable either.

@@ -181,15 +181,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal of the image with the given device number and inode, if one exists. No other process
-    /// may write to it. Fails with [`ErrorKind::Invalid`] if another user owns the file.
-    pub fn find(journals: &Journals, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
-        match Journal::open(journals, identity, OFlags::empty()) {
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            found => found.map(Some),
-        }
-    }
-
+    /// Opens the journal of the image with the given device number and inode. No other process may write to it. Fails
+    /// with [`ErrorKind::Invalid`] if another user owns the file.
     pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
         Journal::open(journals, identity, OFlags::CREATE)
     }
@@ -399,22 +392,26 @@ impl Journal {
     }
 }
 
-/// Opens the journal of `image`, whose header has a journal's tag. If that fails, the journal may
+/// Opens the journal of `image`, if one exists. If that fails and the header of the image has a tag, the journal may
 /// contain writes that the image lacks.
 pub fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
-    Journal::find(journals, image.identity).map_err(|error| {
+    let found = Journal::open(journals, image.identity, OFlags::empty()).map(Some);
+    found.or_else(|error| {
+        if error.kind() == ErrorKind::NotFound {
+            return Ok(None);
+        }
         let message = format!(
             "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair \
              this, or delete the journal to continue without these writes",
             image.path.display()
         );
-        Error::new(error.kind(), message)
+        Err(Error::new(error.kind(), message))
     })
 }
 
 /// The warning that `image`, whose header has no tag, lacks writes that its journal has.
 pub fn find_ignored(journals: &Journals, image: &ImageFile) -> Option<String> {
-    let journal = Journal::find(journals, image.identity).ok().flatten()?;
+    let journal = find(journals, image).ok().flatten()?;
     journal.has_ignored_writes(image.birth()).then(|| {
         format!(
             "the journal of {} is ignored, because another program opened the image for writing after the \

@@ -15,10 +15,9 @@ const NOTED_MAX: usize = 1 << 20;
 #[derive(Default)]
 pub struct Leaks {
     cluster_bits: u32,
-    /// Allocated since the first record. Any reference to one of these clusters is in a later record.
-    allocated: BTreeSet<u64>,
-    /// Clusters that were released, and whose refcounts were not decremented yet.
-    released: BTreeSet<u64>,
+    /// Clusters that were allocated since the first record, so that any reference to them is in a later record, and
+    /// clusters that were released and whose refcounts were not decremented yet.
+    unused: BTreeSet<u64>,
     /// The L2 entries that changed, by their offset in the file: the value in the file and the new value.
     entries: BTreeMap<u64, (u64, u64)>,
     /// The L1 entries that changed, by their index: the value in the file and the new value.
@@ -35,21 +34,14 @@ impl Leaks {
 
     /// Must be called in the order of the journal.
     pub fn note(&mut self, record: Record) {
-        self.is_damaged |= self.allocated.len() + self.released.len() > NOTED_MAX;
+        self.is_damaged |= self.unused.len() > NOTED_MAX;
         match record {
             Record::Allocated { .. } | Record::Released { .. } if self.is_damaged => {}
-            Record::Allocated { first, count } => {
-                for cluster in first..first + count {
-                    self.released.remove(&cluster);
-                    self.allocated.insert(cluster);
-                }
+            Record::Allocated { first, count } | Record::Released { first, count } => {
+                self.unused.extend(first..first + count)
             }
-            Record::Released { first, count } => self.released.extend(first..first + count),
             Record::Refcounts { first, count, .. } => {
-                for cluster in first..first + count {
-                    self.allocated.remove(&cluster);
-                    self.released.remove(&cluster);
-                }
+                (first..first + count).for_each(|cluster| _ = self.unused.remove(&cluster));
             }
             Record::RefcountTable { entry, .. } => _ = self.blocks.insert(entry & OFFSET),
             Record::L1 { .. } | Record::L2 { .. } => {}
@@ -85,7 +77,7 @@ impl Leaks {
             used.insert(new & OFFSET);
             unused.extend(Some(old & OFFSET).filter(|old| *old != 0));
         }
-        unused.extend(self.allocated.iter().chain(&self.released).map(|cluster| cluster << bits));
+        unused.extend(self.unused.iter().map(|cluster| cluster << bits));
         unused.retain(|host| !used.contains(host));
         unused
     }

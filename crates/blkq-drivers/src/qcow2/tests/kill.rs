@@ -436,7 +436,7 @@ fn a_journal_of_a_removed_file_is_not_reported() {
     write_and_die(&device);
     let birth = device.file().birth();
     assert_ne!(birth, 0, "the file system does not report when a file was created");
-    let journal = journal::Journal::find(&journals, device.identity()).unwrap().unwrap();
+    let journal = journal::find(&journals, device.file()).unwrap().unwrap();
     let is_found = |birth| journal.has_ignored_writes(birth);
     assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
