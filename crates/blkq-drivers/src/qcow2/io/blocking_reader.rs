@@ -140,9 +140,10 @@ impl BlockingReader {
             Found::Unallocated | Found::Zero => return Ok((found, bytes, None)),
             Found::Data { host, .. } => self.read_file(0, host, bytes.min(READ_MAX_BYTES) as usize)?,
             Found::Compressed { host, bytes: compressed, skip, .. } => {
-                let (place, compressed) = Compressed::place(&lock(&self.shared.state), 0, host, compressed)?;
-                let buffer = self.read_file(0, place.start, (place.end - place.start) as usize)?;
-                let content = compressed(buffer).inflate()?;
+                let found = Compressed::find(&lock(&self.shared.state), 0, host, compressed)?;
+                let read =
+                    self.read_file(0, found.file.start, (found.file.end - found.file.start) as usize)?;
+                let content = found.inflate(&read)?;
                 let mut part = IoBuffer::zeroed(bytes as usize);
                 part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
                 part

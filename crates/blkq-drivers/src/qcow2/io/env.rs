@@ -15,8 +15,8 @@ use crate::qcow2::tables::state::State;
 
 use super::changes::Changes;
 use super::epochs::Epochs;
-use super::inflate::{Compressed, Inflater, Place};
-use super::operations::{Io, Op};
+use super::inflate::{Inflater, Job, Place};
+use super::operations::{Action, Io, Op};
 
 /// Memory for copies and decompressed clusters at a time, in bytes.
 pub const BOUNCE_MAX_BYTES: u64 = 64 << 20;
@@ -59,9 +59,10 @@ pub struct Env {
 impl Env {
     /// For the tasks of the queue that `wake` wakes, or for tasks on a thread that may block.
     pub fn new(shared: Arc<Shared>, wake: Option<Arc<dyn Wake>>) -> Rc<Env> {
+        let epochs = Arc::clone(&shared.epochs);
         Rc::new(Env {
             shared,
-            io: Io::default(),
+            io: Io::new(epochs),
             loading: RefCell::default(),
             bounce: Cell::new(0),
             decompressed: RefCell::default(),
@@ -71,15 +72,16 @@ impl Env {
         })
     }
 
-    /// Decompresses the cluster at `place`. No other task may be decompressing it. Fails with [`Status::Io`]
-    /// if the bytes are not the compressed data of a cluster.
-    pub async fn inflate(&self, place: Place, compressed: Compressed) -> Result<Vec<u8>, Status> {
+    /// Decompresses a cluster. No other task may be decompressing it. Fails with [`Status::Io`] if the bytes are not
+    /// the compressed data of a cluster.
+    pub async fn inflate(&self, job: Job) -> Result<Vec<u8>, Status> {
+        let place = job.0;
         let started = match &self.inflater {
-            Some(inflater) => inflater.borrow_mut().start(place, compressed),
-            None => Err(compressed),
+            Some(inflater) => inflater.borrow_mut().start(job),
+            None => Err(job),
         };
-        if let Err(compressed) = started {
-            return compressed.inflate();
+        if let Err((_, compressed, read)) = started {
+            return compressed.inflate(&read);
         }
         loop {
             self.io.wait().await;
@@ -104,13 +106,11 @@ impl Env {
     }
 
     pub fn read_op(&self, layer: u8, offset: u64) -> Op {
-        let state = self.state();
-        let from = &state.layers[usize::from(layer)];
-        Op::read(layer, offset, from.align, from.file_bytes)
+        Op::transfer(Action::Read, layer, &self.state().layers[usize::from(layer)], offset)
     }
 
     pub fn write_op(&self, offset: u64) -> Op {
-        Op::write(offset, self.state().layers[0].align)
+        Op::transfer(Action::Write, 0, &self.state().layers[0], offset)
     }
 
     /// Reads `bytes` of the file of `layer`, within an epoch.

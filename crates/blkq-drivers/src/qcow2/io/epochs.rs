@@ -1,7 +1,5 @@
 //! Epochs: delay the reuse of a released cluster until no I/O that began before its release is in flight.
 
-use std::sync::Arc;
-
 use blkq::sync::atomic::AtomicU32;
 use blkq::sync::atomic::Ordering::Relaxed;
 
@@ -39,22 +37,5 @@ impl Epochs {
 
     pub fn is_idle(&self, epoch: usize) -> bool {
         self.in_flight[epoch].load(Relaxed) == 0
-    }
-}
-
-pub struct InEpoch {
-    epochs: Arc<Epochs>,
-    epoch: usize,
-}
-
-impl InEpoch {
-    pub fn new(epochs: &Arc<Epochs>) -> InEpoch {
-        InEpoch { epochs: Arc::clone(epochs), epoch: epochs.enter() }
-    }
-}
-
-impl Drop for InEpoch {
-    fn drop(&mut self) {
-        self.epochs.leave(self.epoch);
     }
 }

@@ -10,7 +10,7 @@ use blkq::{IoBuffer, Status, Wake};
 use miniz_oxide::inflate::TINFLStatus;
 use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
 use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
-use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+use ruzstd::decoding::StreamingDecoder;
 use ruzstd::io::Read;
 
 use crate::qcow2::format::header::Compression;
@@ -25,37 +25,30 @@ const STACK_BYTES: usize = 256 << 10;
 pub type Place = (u8, u64);
 
 pub struct Compressed {
-    buffer: IoBuffer,
-    /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
-    /// data may follow.
-    range: Range<usize>,
+    /// The bytes of the file to read, aligned for direct I/O.
+    pub file: Range<u64>,
+    /// The compressed data in these bytes. The L2 entry counts whole sectors, so bytes of other data may follow.
+    data: Range<usize>,
     method: Compression,
     cluster_bytes: usize,
 }
 
 impl Compressed {
-    /// The bytes of the file to read for at most `bytes` bytes of compressed data at `host` of the file of
-    /// `layer`, aligned for direct I/O, and how to make a cluster of a buffer with these bytes. Nothing is
-    /// allocated, because the caller has locked `state`. Fails with [`Status::Io`] if the image is raw.
-    pub fn place(
-        state: &State,
-        layer: u8,
-        host: u64,
-        bytes: u64,
-    ) -> Result<(Range<u64>, impl FnOnce(IoBuffer) -> Compressed + use<>), Status> {
+    /// The cluster of which at most `bytes` bytes of compressed data are at `host` of the file of `layer`. Fails with
+    /// [`Status::Io`] if the image is raw.
+    pub fn find(state: &State, layer: u8, host: u64, bytes: u64) -> Result<Compressed, Status> {
         let layer = usize::from(layer);
         let (header, align) = (&state.tables(layer).ok_or(Status::Io)?.header, state.layers[layer].align);
-        let begin = host - host % align;
-        let end = (host + bytes).next_multiple_of(align);
-        let first = (host - begin) as usize;
-        let range = first..first + bytes as usize;
+        let file = host - host % align..(host + bytes).next_multiple_of(align);
+        let first = (host - file.start) as usize;
         let (method, cluster_bytes) = (header.compression, header.cluster_bytes() as usize);
-        Ok((begin..end, move |buffer| Compressed { buffer, range, method, cluster_bytes }))
+        Ok(Compressed { file, data: first..first + bytes as usize, method, cluster_bytes })
     }
 
-    /// Fails with [`Status::Io`] if the bytes are not the compressed data of a cluster.
-    pub fn inflate(&self) -> Result<Vec<u8>, Status> {
-        let (bytes, length) = (&self.buffer[self.range.clone()], self.cluster_bytes);
+    /// The content of the cluster; `read` has the bytes of the file. Fails with [`Status::Io`] if they are not the
+    /// compressed data of a cluster.
+    pub fn inflate(&self, read: &[u8]) -> Result<Vec<u8>, Status> {
+        let (bytes, length) = (&read[self.data.clone()], self.cluster_bytes);
         let inflate = || match self.method {
             Compression::Deflate => inflate_deflate(bytes, length),
             Compression::Zstd => inflate_zstd(bytes, length),
@@ -77,25 +70,17 @@ fn inflate_deflate(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> 
     }
 }
 
-fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
-    let mut decoder = FrameDecoder::new();
-    decoder.set_max_window_size(WINDOW_MAX_BYTES);
-    decoder.init(&mut compressed).map_err(|_| Status::Io)?;
-    let (mut content, mut done) = (vec![0; length], 0);
-    while !decoder.is_finished() {
-        // One block (at most 128 KiB) at a time, because a frame may have any number of blocks and would else
-        // grow without a limit in memory.
-        let block = BlockDecodingStrategy::UptoBlocks(1);
-        decoder.decode_blocks(&mut compressed, block).map_err(|_| Status::Io)?;
-        done += decoder.read(&mut content[done..]).map_err(|_| Status::Io)?;
-        if done == length {
-            break;
-        }
-    }
-    if done == length && decoder.can_collect() == 0 { Ok(content) } else { Err(Status::Io) }
+fn inflate_zstd(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
+    // Decodes one block (at most 128 KiB) at a time, because a frame may have any number of blocks and would else grow
+    // without a limit in memory.
+    let decoder = StreamingDecoder::new_with_max_window_size(compressed, WINDOW_MAX_BYTES);
+    let (mut decoder, mut content) = (decoder.map_err(|_| Status::Io)?, vec![0; length]);
+    decoder.read_exact(&mut content).map_err(|_| Status::Io)?;
+    if decoder.into_frame_decoder().can_collect() == 0 { Ok(content) } else { Err(Status::Io) }
 }
 
-type Job = (Place, Compressed);
+/// A cluster to decompress, and the bytes of its file.
+pub type Job = (Place, Compressed, IoBuffer);
 type Inflated = (Place, Result<Vec<u8>, Status>);
 
 /// The thread that decompresses for a queue: started when first needed, exits when this is dropped.
@@ -109,12 +94,11 @@ impl Inflater {
         Inflater { wake, thread: None }
     }
 
-    /// Lets the thread decompress a cluster and then wake the queue. Returns the cluster if no thread can
-    /// start.
-    pub fn start(&mut self, place: Place, compressed: Compressed) -> Result<(), Compressed> {
+    /// Lets the thread decompress a cluster and then wake the queue. Returns the job if no thread can start.
+    pub fn start(&mut self, job: Job) -> Result<(), Job> {
         if cfg!(any(simulation, fuzzing)) {
             // Simulation and fuzzing run in one thread, to be deterministic.
-            return Err(compressed);
+            return Err(job);
         }
         let wake = &self.wake;
         let (jobs, _) = self.thread.get_or_insert_with(|| {
@@ -126,10 +110,10 @@ impl Inflater {
             let _ = builder.spawn(body);
             (jobs, results)
         });
-        jobs.send((place, compressed)).map_err(|refused| {
+        jobs.send(job).map_err(|refused| {
             // The next cluster tries to start a thread again.
             self.thread = None;
-            refused.0.1
+            refused.0
         })
     }
 
@@ -139,8 +123,8 @@ impl Inflater {
 }
 
 fn work(todo: &Receiver<Job>, done: &Sender<Inflated>, wake: &dyn Wake) {
-    while let Ok((place, compressed)) = todo.recv() {
-        if done.send((place, compressed.inflate())).is_err() {
+    while let Ok((place, compressed, read)) = todo.recv() {
+        if done.send((place, compressed.inflate(&read))).is_err() {
             return;
         }
         wake.wake();
@@ -155,9 +139,8 @@ mod tests {
     const CLUSTER: usize = 64 << 10;
 
     fn inflate(method: Compression, bytes: &[u8]) -> Result<Vec<u8>, Status> {
-        let mut buffer = IoBuffer::zeroed(bytes.len());
-        buffer.copy_from_slice(bytes);
-        Compressed { buffer, range: 0..bytes.len(), method, cluster_bytes: CLUSTER }.inflate()
+        let (file, data) = (0..bytes.len() as u64, 0..bytes.len());
+        Compressed { file, data, method, cluster_bytes: CLUSTER }.inflate(bytes)
     }
 
     /// A zstd frame with a window of `1 << log` bytes. Each of its blocks repeats one byte.

@@ -15,8 +15,9 @@ use blkq::{IoBuffer, IoResult, Segment, Status, Tag};
 use io_uring::{opcode, squeue, types};
 
 use crate::image_file::ImageFile;
+use crate::qcow2::tables::state::Layer;
 
-use super::epochs::{Epochs, InEpoch};
+use super::epochs::Epochs;
 
 /// A block of zeroes. Any number of pieces of a write may point to it.
 #[repr(align(4096))]
@@ -59,18 +60,15 @@ pub struct Op {
     file_bytes: u64,
     done: u64,
     attempts: u32,
-    _epoch: Option<InEpoch>,
+    /// The epoch in which the operation counts until it completes.
+    epoch: Option<usize>,
 }
 
 impl Op {
-    /// A read of a file that is known to have had `file_bytes` bytes. Direct I/O makes progress only in
-    /// multiples of `align` bytes.
-    pub fn read(layer: u8, offset: u64, align: u64, file_bytes: u64) -> Op {
-        Op { action: Action::Read, layer, offset, align, file_bytes, ..Op::default() }
-    }
-
-    pub fn write(offset: u64, align: u64) -> Op {
-        Op { action: Action::Write, offset, align, ..Op::default() }
+    /// A transfer to or from the file of the image `layer`, whose number is `number`.
+    pub fn transfer(action: Action, number: u8, layer: &Layer, offset: u64) -> Op {
+        let Layer { align, file_bytes, .. } = *layer;
+        Op { action, layer: number, offset, align, file_bytes, ..Op::default() }
     }
 
     pub fn sync() -> Op {
@@ -114,9 +112,9 @@ impl Op {
         self
     }
 
-    /// Counts the operation in the present epoch until it completes.
-    pub fn in_epoch(mut self, epochs: &Arc<Epochs>) -> Op {
-        self._epoch = Some(InEpoch::new(epochs));
+    /// Counts the operation in the present epoch until it completes. It must be submitted.
+    pub fn in_epoch(mut self, epochs: &Epochs) -> Op {
+        self.epoch = Some(epochs.enter());
         self
     }
 
@@ -305,14 +303,18 @@ struct State {
     finished: Vec<(Tag, IoResult)>,
     /// For each tag, the number of operations in flight on the request's memory.
     of_tag: Vec<u32>,
-    in_flight: usize,
+    epochs: Arc<Epochs>,
 }
 
 /// The operations in flight of one thread, and the tasks that wait for them.
-#[derive(Default)]
 pub struct Io(RefCell<State>);
 
 impl Io {
+    /// `epochs` are those of the image.
+    pub fn new(epochs: Arc<Epochs>) -> Io {
+        Io(RefCell::new(State { epochs, ..State::default() }))
+    }
+
     /// Submits an operation. Its memory stays valid until it has completed, even if the waiting task is
     /// dropped.
     pub fn submit(&self, op: Op) -> Running<'_> {
@@ -331,7 +333,6 @@ impl Io {
         });
         state.slots[place as usize] = Some(slot);
         state.submitted.push_back(place);
-        state.in_flight += 1;
         Running { io: self, place }
     }
 
@@ -403,8 +404,7 @@ impl Io {
             state.of_tag[tag.index()] -= 1;
         }
         slot.result = Some(result);
-        state.in_flight -= 1;
-        let in_epoch = slot.op._epoch.take().is_some();
+        let epoch = slot.op.epoch;
         match slot.task {
             Some(task) => state.ready.push_back(task),
             None => {
@@ -413,13 +413,14 @@ impl Io {
             }
         }
         // A flush of the metadata may wait until the epoch is idle.
-        if in_epoch {
+        if let Some(epoch) = epoch {
+            state.epochs.leave(epoch);
             state.ready.extend(state.waiting.drain(..));
         }
     }
 
     pub fn in_flight(&self) -> usize {
-        self.0.borrow().in_flight
+        self.0.borrow().slots.iter().flatten().filter(|slot| slot.result.is_none()).count()
     }
 
     /// Leaks the memory of all operations in flight, because the kernel may still use it.

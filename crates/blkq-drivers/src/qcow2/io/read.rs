@@ -1,5 +1,6 @@
 //! Reads from the active image, its backing files, and compressed clusters.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use blkq::{IoBuffer, IoResult, Status};
@@ -109,7 +110,8 @@ async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Opt
 }
 
 async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
-    let (place, compressed) = Compressed::place(&env.state(), layer, host, bytes)?;
-    let buffer = env.read(layer, place.start, place.end - place.start).await?;
-    env.inflate((layer, host), compressed(buffer)).await
+    let compressed = Compressed::find(&env.state(), layer, host, bytes)?;
+    let Range { start, end } = compressed.file;
+    let read = env.read(layer, start, end - start).await?;
+    env.inflate(((layer, host), compressed, read)).await
 }
