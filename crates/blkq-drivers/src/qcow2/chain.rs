@@ -24,16 +24,10 @@ pub(super) const DEPTH_MAX: usize = 64;
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
 pub(super) const LOCKED: std::ops::Range<u64> = WHOLE_FILE;
 
-pub(super) struct Opened {
-    pub file: ImageFile,
-    pub tables: Option<Tables>,
-    pub size: u64,
-}
-
-impl Opened {
+impl Layer {
     /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]). Fails with [`ErrorKind::Format`] if a
     /// table is not completely in the file.
-    pub fn with_tables(mut file: ImageFile) -> Result<Opened, Error> {
+    pub fn with_tables(mut file: ImageFile) -> Result<Layer, Error> {
         let header = read_header(&mut file)?;
         let file_bytes = file.size()?;
         for (name, offset, bytes) in header.tables() {
@@ -46,24 +40,21 @@ impl Opened {
         }
         let l1 = read_numbers(&file, header.l1_offset, header.l1_entries as usize)?;
         let size = header.size;
-        Ok(Opened { file, tables: Some(Tables { header, l1 }), size })
+        Ok(Layer { file: Arc::new(file), tables: Some(Tables { header, l1 }), size, align: 1, file_bytes })
     }
 
     pub fn header(&self) -> Option<&Header> {
         self.tables.as_ref().map(|tables| &tables.header)
     }
 
-    /// The image as a layer of a device, with the alignment of direct I/O.
-    pub fn into_layer(self, align: Option<DirectAlign>) -> Result<(Arc<ImageFile>, Layer), Error> {
-        let align = align.map_or(1, |align| u64::from(align.offset));
-        let layer = Layer { tables: self.tables, size: self.size, align, file_bytes: self.file.size()? };
-        Ok((Arc::new(self.file), layer))
+    pub fn set_align(&mut self, direct: Option<DirectAlign>) {
+        self.align = direct.map_or(1, |align| u64::from(align.offset));
     }
 }
 
 /// An image with its backing files, and how it is served. It can become the backing file of a new overlay.
 pub struct OverlayBase {
-    pub(super) chain: Vec<(Arc<ImageFile>, Layer)>,
+    pub(super) chain: Vec<Layer>,
     /// The size of the device in bytes.
     pub(super) size: u64,
     pub(super) terms: ClientTerms,
@@ -71,8 +62,8 @@ pub struct OverlayBase {
 
 impl OverlayBase {
     pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
-        let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
-        OverlayBase { chain: vec![(raw.file, layer)], size: raw.size, terms: raw.terms }
+        let RawImage { file, size, align, terms } = raw;
+        OverlayBase { chain: vec![Layer { file, tables: None, size, align, file_bytes: size }], size, terms }
     }
 }
 
@@ -110,11 +101,11 @@ fn read_start(image: &ImageFile, bytes: &mut [u8]) -> Result<(), Error> {
 /// (`allowed` does not admit a backing file). A backing file is also rejected if it lacks writes that a
 /// journal in `journals` has. If that journal is ignored, a warning is added to `warnings` instead.
 pub(super) fn open_chain(
-    top: Opened,
+    top: Layer,
     allowed: BackingChain,
     journals: Option<&Journals>,
     warnings: &mut Vec<String>,
-) -> Result<Vec<Opened>, Error> {
+) -> Result<Vec<Layer>, Error> {
     let mut chain = vec![top];
     loop {
         let (shown, last) = (chain[0].file.path.display(), &chain[chain.len() - 1]);
@@ -212,13 +203,13 @@ pub fn backing_files(image: &Path, allowed: BackingChain) -> Vec<BackingFile> {
     files
 }
 
-fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Opened, Error> {
+fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Layer, Error> {
     let size = backing.size()?;
     let (shown, of) = (backing.path.display(), image.display());
     let mut magic = [0; 4];
     read_start(&backing, &mut magic)?;
     let other = match name.format.as_deref() {
-        Some("qcow2") => return Opened::with_tables(backing),
+        Some("qcow2") => return Layer::with_tables(backing),
         // The header could be written by a guest that had the raw image: as qcow2, it would make the host
         // open other files.
         None if magic == MAGIC => {
@@ -233,7 +224,7 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
         format => format.filter(|format| *format != "raw"),
     };
     match other {
-        None => Ok(Opened { file: backing, tables: None, size }),
+        None => Ok(Layer { file: Arc::new(backing), tables: None, size, align: 1, file_bytes: size }),
         Some(other) => Err(unsupported(format!(
             "{shown}, the backing file of {of}, is a {other} image, which is not supported"
         ))),

@@ -43,9 +43,10 @@ use crate::image_file::{
 };
 
 use bitmaps::store::Qcow2Bitmaps;
+use chain::LOCKED;
 pub use chain::{BackingFile, OverlayBase, backing_files};
-use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
+use format::header::Header;
 use io::blocking_reader::BlockingReader;
 use io::env::Shared;
 use io::flush_metadata::flush_metadata;
@@ -54,11 +55,11 @@ use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::reserve::free_reserved;
 pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
-pub use jobs::create::Base;
+pub use jobs::overlay::Base;
 pub use journal::Journals;
 pub use options::{BackingChain, Qcow2Options};
 use tables::cache::{CACHE_BYTES, Cache};
-use tables::state::{Layer, State, Tables, Writer};
+use tables::state::{Layer, State, Writer};
 
 /// Largest read or write in bytes, the same as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
@@ -82,11 +83,12 @@ pub struct Qcow2 {
 }
 
 /// The size of a cached slice in bytes, which must not exceed a cluster of any image in the chain.
-fn slice_bytes<'a>(chain: impl IntoIterator<Item = &'a Option<Tables>>) -> u64 {
-    chain.into_iter().flatten().map(|tables| tables.header.cluster_bytes()).fold(SLICE_MAX_BYTES, u64::min)
+fn slice_bytes<'a>(chain: impl IntoIterator<Item = &'a Layer>) -> u64 {
+    let headers = chain.into_iter().filter_map(Layer::header);
+    headers.map(Header::cluster_bytes).fold(SLICE_MAX_BYTES, u64::min)
 }
 
-fn check_repaired(image: &Opened) -> Result<(), Error> {
+fn check_repaired(image: &Layer) -> Result<(), Error> {
     let why = match image.header() {
         Some(header) if header.corrupt => "is marked as corrupt",
         Some(header) if header.dirty => "was not closed, and its refcounts may be wrong",
@@ -120,7 +122,7 @@ impl Qcow2 {
         if !options.shared {
             file.check_unclaimed(&LOCKED, options.read_only)?;
         }
-        let top = Opened::with_tables(file)?;
+        let top = Layer::with_tables(file)?;
         if !options.read_only {
             check_repaired(&top)?;
         }
@@ -141,17 +143,15 @@ impl Qcow2 {
         }
         let size = options.device_bytes.map_or(size, |bytes| bytes.min(size));
         let journals = options.journals.as_deref();
-        let opened = chain::open_chain(top, options.backing_chain, journals, &mut warnings)?;
-        let writer = open_writer(&opened[0], options.read_only)?;
-        let slice_bytes = slice_bytes(opened.iter().map(|one| &one.tables));
+        let mut chain = chain::open_chain(top, options.backing_chain, journals, &mut warnings)?;
+        let writer = open_writer(&chain[0], options.read_only)?;
+        let slice_bytes = slice_bytes(&chain);
         let requested = options.direct_io;
         let mut terms = ClientTerms { logical_block_bytes, memory_align: 1, requested, buffered: None };
-        let mut chain = Vec::new();
-        for (number, one) in opened.into_iter().enumerate() {
-            let mut align = None;
+        for (number, layer) in chain.iter_mut().enumerate() {
             if terms.buffered.is_none() {
-                let shown = one.file.path.display();
-                let mode = choose_file_mode(&one, &terms, slice_bytes)?;
+                let mode = choose_file_mode(layer, &terms, slice_bytes)?;
+                let shown = layer.file.path.display();
                 match mode.direct {
                     Some(align) if align.assumed => warnings.push(format!(
                         "the file system of {shown} does not report its alignment for direct I/O; 512 \
@@ -161,10 +161,9 @@ impl Qcow2 {
                     None if number == 0 => terms.buffered = Some(mode.reason),
                     None => warnings.push(format!("direct I/O is off for {shown}: {}", mode.reason)),
                 }
-                align = mode.direct;
+                layer.set_align(mode.direct);
+                terms.memory_align = terms.memory_align.max(mode.direct.map_or(1, DirectAlign::largest));
             }
-            terms.memory_align = terms.memory_align.max(align.map_or(1, DirectAlign::largest));
-            chain.push(one.into_layer(align)?);
         }
         let image = OverlayBase { chain, size, terms };
         let device = Qcow2::assemble(image, writer, options.read_only, warnings)?;
@@ -178,9 +177,9 @@ impl Qcow2 {
         read_only: bool,
         warnings: Vec<String>,
     ) -> Result<Qcow2, Error> {
-        let OverlayBase { chain, size, terms } = image;
-        let (files, mut layers): (Vec<_>, Vec<Layer>) = chain.into_iter().unzip();
-        let cache = Cache::new(CACHE_BYTES, slice_bytes(layers.iter().map(|layer| &layer.tables)) as usize);
+        let OverlayBase { chain: mut layers, size, terms } = image;
+        let cache = Cache::new(CACHE_BYTES, slice_bytes(&layers) as usize);
+        let files = layers.iter().map(|layer| Arc::clone(&layer.file)).collect();
         let Some(top) = layers.first_mut().and_then(|layer| layer.tables.take()) else {
             return Err(malformed("not a qcow2 image"));
         };
@@ -210,8 +209,8 @@ impl Qcow2 {
         let device = self.begin_journal(journals, overlay, in_use)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
-        for (file, layer) in device.shared.files.iter().zip(&locked(&device.shared.state).layers) {
-            file.set_direct(layer.align > 1)?;
+        for layer in &locked(&device.shared.state).layers {
+            layer.file.set_direct(layer.align > 1)?;
         }
         Ok(device)
     }
@@ -265,7 +264,7 @@ impl Qcow2 {
 /// Direct I/O must also suit the tables, which are read in units of `slice` bytes, and the end of the image,
 /// because the last sector may be read alone. Fails with [`blkq::ErrorKind::NoDirectIo`] if `terms` demand
 /// what is impossible.
-fn choose_file_mode(image: &Opened, terms: &ClientTerms, slice: u64) -> Result<Mode, Error> {
+fn choose_file_mode(image: &Layer, terms: &ClientTerms, slice: u64) -> Result<Mode, Error> {
     let path = &image.file.path;
     let mode = choose_mode(terms.requested, &image.file.direct, path, terms.logical_block_bytes, 0)?;
     let Some(align) = mode.direct else { return Ok(mode) };
@@ -281,7 +280,7 @@ fn choose_file_mode(image: &Opened, terms: &ClientTerms, slice: u64) -> Result<M
     choose_buffered(terms.requested, path, reason)
 }
 
-fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
+fn open_writer(top: &Layer, read_only: bool) -> Result<Writer, Error> {
     let file_bytes = top.file.size()?;
     let (mut refcount_table, mut bits) = (Vec::new(), 16);
     if let Some(header) = top.header().filter(|_| !read_only) {
@@ -440,23 +439,21 @@ impl Driver for Qcow2 {
         let shown = |file: &Arc<ImageFile>| file.path.display().to_string();
         let chain: Vec<String> = self.shared.files[1..].iter().map(shown).collect();
         let chain = if chain.is_empty() { "none".to_owned() } else { chain.join(", ") };
-        let (version, cluster_bytes, failed) = {
-            let state = locked(&self.shared.state);
-            (state.top.header.version, state.top.header.cluster_bytes(), state.writer.failed)
-        };
+        let name = self.name.now(self.file());
+        let state = locked(&self.shared.state);
         vec![
-            ("backing-file", self.name.now(self.file())),
+            ("backing-file", name),
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
             ("offset", "0".to_owned()),
             ("size-limit", "none".to_owned()),
-            ("format", format!("qcow2, version {version}")),
-            ("cluster-size", cluster_bytes.to_string()),
+            ("format", format!("qcow2, version {}", state.top.header.version)),
+            ("cluster-size", state.top.header.cluster_bytes().to_string()),
             ("backing-chain", chain),
             ("direct-io-requested", self.terms.requested.name().to_owned()),
             ("direct-io", if self.terms.buffered.is_some() { "off" } else { "on" }.to_owned()),
             ("direct-io-reason", self.terms.buffered.clone().unwrap_or_default()),
-            ("tables-failed", failed.to_string()),
+            ("tables-failed", state.writer.failed.to_string()),
         ]
     }
 }

@@ -21,7 +21,7 @@
 //! The first pass covers the whole device, and each further pass the regions written during the pass before
 //! it. The last pass runs with the disk frozen ([`BlockCommit::finish`]), so that no write is missed.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -34,17 +34,20 @@ use std::time::Duration;
 use blkq::bitmap::Bitmap;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
-use blkq::{Driver, Error, ErrorKind};
+use blkq::{Driver, Error, ErrorKind, IoBuffer};
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use crate::errors::{invalid, unsupported};
 use crate::image_file::lock::{self, LockKind};
-use crate::image_file::{ImageFile, sync};
+use crate::image_file::{self, ImageFile};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{BackingFile, LOCKED};
 use crate::qcow2::io::blocking_reader::BlockingReader;
 use crate::qcow2::io::changes::{map_for, next_changed};
+use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
+use crate::qcow2::io::operations::Op;
 use crate::qcow2::journal::Journals;
+use crate::qcow2::tables::refcounts::set_refcount;
 use crate::qcow2::tables::state::Found;
 
 use super::block_commit_base::{BaseFiles, Target};
@@ -203,7 +206,7 @@ impl BlockCommit {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
         let (sender, synced) = channel();
-        let sync = move || _ = sender.send(sync(&file));
+        let sync = move || _ = sender.send(image_file::sync(&file));
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
         loop {
             match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
@@ -464,5 +467,65 @@ impl Qcow2 {
             Ok(()) => error,
             Err(other) => Error::new(error.kind(), format!("{error}; {other}")),
         }
+    }
+
+    /// Overwrites the L1 table in the file with zeroes, durably. The tables in memory do not change. A power
+    /// loss meanwhile may leave some of the old entries.
+    fn empty(&self) -> Result<(), Error> {
+        self.shared.run("empty its tables", async |env| {
+            let (offset, bytes) = {
+                let state = env.state();
+                let align = state.layers[0].align.max(512) as usize;
+                (state.top.header.l1_offset, (state.top.l1.len() * 8).next_multiple_of(align))
+            };
+            env.io.submit(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
+            sync(env).await
+        })
+    }
+
+    /// Writes the L1 table in memory back, to undo [`Qcow2::empty`]. If this fails, the next flush writes it.
+    fn refill(&self) {
+        {
+            let mut state = locked(&self.shared.state);
+            let entries = state.top.l1.len();
+            state.writer.l1_dirty.extend(0..entries);
+        }
+        let _ = self.shared.run("fill its tables again", async |env| flush_metadata(env, true).await);
+    }
+
+    /// Frees all clusters of an emptied overlay except those of its header and tables. After an error,
+    /// clusters to which nothing refers are left.
+    fn free_unreferenced(&self) -> Result<(), Error> {
+        let (header, blocks) = {
+            let state = locked(&self.shared.state);
+            (state.top.header.clone(), state.writer.refcount_table.clone())
+        };
+        let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
+        let per_block = header.refcounts_per_block();
+        let clusters = |offset: u64, bytes: u64| offset / cluster..(offset + bytes).div_ceil(cluster);
+        let mut kept: BTreeSet<u64> = clusters(0, cluster).collect();
+        // The snapshot table is empty, because an image with snapshots is not committed.
+        kept.extend(header.tables().into_iter().flat_map(|(_, offset, bytes)| clusters(offset, bytes)));
+        kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
+        let end = self.file().size()?.div_ceil(cluster);
+        let ends = kept.iter().map(|number| number + 1);
+        let holes: Vec<_> = std::iter::once(0).chain(ends).zip(kept.iter().copied().chain([end])).collect();
+        let table = move |number: usize| {
+            let first = number as u64 * per_block;
+            let mut content = IoBuffer::zeroed(cluster as usize);
+            for other in kept.range(first..first + per_block) {
+                set_refcount(&mut content, (other - first) as usize, order, 1);
+            }
+            content
+        };
+        self.shared.run("free its clusters", async move |env| {
+            for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
+                env.io.submit(env.write_op(*block).with_buffer(table(number))).await?;
+            }
+            for (from, to) in holes.into_iter().filter(|(from, to)| from < to) {
+                env.io.submit(Op::punch(from * cluster, (to - from) * cluster)).await?;
+            }
+            Ok(())
+        })
     }
 }

@@ -5,8 +5,6 @@
 
 pub(super) mod block_commit;
 pub(super) mod block_commit_base;
-pub(super) mod create;
-pub(super) mod empty;
 pub(super) mod leaked;
 pub(super) mod overlay;
 pub(super) mod recover;

@@ -1,8 +1,10 @@
-//! External snapshots: creates a qcow2 overlay over the active image and opens it as the new active image. No
-//! I/O runs meanwhile.
+//! Overlays: creates an empty qcow2 image over a backing file, which is not changed. For an external snapshot, opens
+//! such an image over the active image as the new active image; no I/O runs meanwhile.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,14 +13,134 @@ use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
-use crate::errors::{invalid, unsupported};
+use crate::errors::{invalid, malformed, unsupported};
+use crate::format::ImageFormat;
 use crate::image_file::{ImageFile, LockKind, check_not_longer};
-use crate::qcow2::chain::{self, LOCKED, Opened, OverlayBase};
+use crate::qcow2::chain::{self, LOCKED, OverlayBase, check_is_no_link};
+use crate::qcow2::format::header::{
+    EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES,
+};
 use crate::qcow2::journal::{self, Journals};
 use crate::qcow2::tables::state::Layer;
 use crate::qcow2::{Qcow2, check_repaired, choose_file_mode, open_writer, slice_bytes};
 
-use super::create::Base;
+/// The base-2 logarithm of the cluster size in bytes; QEMU's default.
+const CLUSTER_BITS: u32 = 16;
+const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
+const REFCOUNT_ORDER: u32 = 4;
+/// Numbers of the clusters of the refcount table, of its first block, and of the start of the L1 table.
+const REFCOUNT_TABLE: u64 = 1;
+const REFCOUNT_BLOCK: u64 = 2;
+const L1_TABLE: u64 = 3;
+
+/// The backing file of a new overlay.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Base {
+    /// Absolute and without symbolic links.
+    pub(super) path: PathBuf,
+    pub(super) qcow2: bool,
+    /// Virtual size in bytes.
+    pub(super) size: u64,
+}
+
+impl Base {
+    /// Reads the size of the image at `path`.
+    ///
+    /// # Errors
+    /// The message has one line: what is wrong, why, and a hint, which the caller adds to
+    /// [`blkq::ErrorKind::Format`] (the image has another format than `format`).
+    pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
+        let backing = ImageFile::open(path, true)?;
+        let file_bytes = backing.size()?;
+        if format == ImageFormat::Qcow2 {
+            let image = Layer::with_tables(backing)?;
+            check_is_no_link(&image.file.path)?;
+            return Ok(Base { path: image.file.path.clone(), qcow2: true, size: image.size });
+        }
+        if format == ImageFormat::Checked
+            && let Some(format) = backing.detect_format(file_bytes)
+        {
+            return Err(malformed(format!("{} is a {format} image, not raw data", backing.path.display())));
+        }
+        Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
+    }
+
+    /// Makes `file` an overlay over this backing file, of the same size rounded up to whole sectors. `file`
+    /// must be empty and in `directory`, which must be absolute and without symbolic links. The overlay names
+    /// the backing file relative to `directory` if it is there or below. Nothing is made durable.
+    ///
+    /// # Errors
+    /// [`blkq::ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
+    pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
+        let name = name_in(directory, &self.path)?;
+        let size = self.size.next_multiple_of(512);
+        let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
+        let l1_entries = size.div_ceil(l2_covers);
+        if l1_entries * 8 > L1_MAX_BYTES {
+            return Err(invalid(format!(
+                "an image with clusters of 64 KiB can have at most {} bytes, not {size}",
+                L1_MAX_BYTES / 8 * l2_covers
+            )));
+        }
+        let clusters = L1_TABLE + (l1_entries * 8).div_ceil(CLUSTER_BYTES).max(1);
+        let header = header(size, l1_entries as u32, &name, if self.qcow2 { b"qcow2" } else { b"raw" });
+        let block: Vec<u8> = (0..clusters).flat_map(|_| 1u16.to_be_bytes()).collect();
+        let write = || -> io::Result<()> {
+            file.write_all_at(&header, 0)?;
+            let block_at = REFCOUNT_BLOCK * CLUSTER_BYTES;
+            file.write_all_at(&block_at.to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
+            file.write_all_at(&block, block_at)?;
+            // The L1 table is a hole, which reads as zeroes: no entry names a table.
+            file.set_len(clusters * CLUSTER_BYTES)
+        };
+        write().map_err(|e| Error::system("cannot write the new image", e))
+    }
+}
+
+fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
+    let below = base.strip_prefix(directory).unwrap_or(base).as_os_str().as_bytes();
+    // QEMU takes letters before a colon for a protocol, unless a slash precedes the colon.
+    let first = below.split(|byte| *byte == b'/').next().unwrap_or_default();
+    let prefix: &[u8] = if first.contains(&b':') { b"./" } else { b"" };
+    let name = [prefix, below].concat();
+    let why = if name.len() > NAME_MAX_BYTES {
+        format!("longer than {NAME_MAX_BYTES} bytes")
+    } else if String::from_utf8_lossy(&name).contains(char::is_control) {
+        "with control characters".to_owned()
+    } else {
+        return Ok(name);
+    };
+    Err(invalid(format!(
+        "an image cannot name its backing file by a path {why}; rename or move the backing file"
+    )))
+}
+
+fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0; FIXED_BYTES];
+    let mut extension = EXTENSION_BACKING_FORMAT.to_be_bytes().to_vec();
+    extension.extend((format.len() as u32).to_be_bytes());
+    extension.extend(format);
+    extension.resize(extension.len().next_multiple_of(8), 0);
+    // The end marker of the extensions takes 8 bytes.
+    let name_at = (FIXED_BYTES + extension.len() + 8) as u64;
+    let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+    put(0, &MAGIC);
+    put(4, &3u32.to_be_bytes());
+    put(8, &name_at.to_be_bytes());
+    put(16, &(name.len() as u32).to_be_bytes());
+    put(20, &CLUSTER_BITS.to_be_bytes());
+    put(24, &size.to_be_bytes());
+    put(36, &l1_entries.to_be_bytes());
+    put(40, &(L1_TABLE * CLUSTER_BYTES).to_be_bytes());
+    put(48, &(REFCOUNT_TABLE * CLUSTER_BYTES).to_be_bytes());
+    put(56, &1u32.to_be_bytes());
+    put(96, &REFCOUNT_ORDER.to_be_bytes());
+    put(100, &(FIXED_BYTES as u32).to_be_bytes());
+    bytes.extend(extension);
+    bytes.extend([0; 8]);
+    bytes.extend(name);
+    bytes
+}
 
 impl Qcow2 {
     /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
@@ -33,17 +155,17 @@ impl Qcow2 {
         }
         self.sync()?;
         let base = self.chain_from(0);
-        base.chain.iter().try_for_each(|(file, layer)| file.check_not_truncated(layer.file_bytes))?;
+        base.chain.iter().try_for_each(|layer| layer.file.check_not_truncated(layer.file_bytes))?;
         Ok(base)
     }
 
     fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
-        let with_tables = |number: usize| {
+        let with_tables = |(number, layer): (usize, &Layer)| {
             let tables = state.tables(number).cloned();
-            (Arc::clone(&self.shared.files[number]), Layer { tables, ..state.layers[number] })
+            Layer { file: Arc::clone(&layer.file), tables, ..*layer }
         };
-        let chain = (first..state.layers.len()).map(with_tables).collect();
+        let chain = state.layers.iter().enumerate().skip(first).map(with_tables).collect();
         OverlayBase { chain, size: state.size, terms: self.terms.clone() }
     }
 
@@ -55,7 +177,7 @@ impl Qcow2 {
         path: &Path,
         journals: Option<&Journals>,
     ) -> Result<Qcow2, Error> {
-        let base = Opened::with_tables(ImageFile::of_open(file, path.to_owned())?)?;
+        let base = Layer::with_tables(ImageFile::of_open(file, path.to_owned())?)?;
         check_repaired(&base)?;
         if let (Some(all), Some(header)) = (journals, base.header()) {
             journal::check_base(all, &base.file, header.tag, self.identity())?;
@@ -100,22 +222,22 @@ impl Qcow2 {
             )));
         }
         top.lock(&LOCKED, LockKind::Exclusive, false)?;
-        let Some((file, layer)) = below.chain.first() else {
+        let Some(layer) = below.chain.first() else {
             return Err(invalid("the new overlay has no backing file"));
         };
-        chain::check_is_no_link(&file.path)?;
-        let base = Base { path: path_of(file)?, qcow2: layer.tables.is_some(), size: below.size };
+        check_is_no_link(&layer.file.path)?;
+        let base = Base { path: path_of(&layer.file)?, qcow2: layer.tables.is_some(), size: below.size };
         let cannot = |e| Error::system("cannot duplicate a descriptor of the new image", e);
         let file = File::from(top.ring_file().try_clone_to_owned().map_err(cannot)?);
         base.write_overlay(&file, path.parent().unwrap_or(Path::new("/")))?;
         top.sync().map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
-        Qcow2::on_top(Opened::with_tables(top)?, below, journals, None)
+        Qcow2::on_top(Layer::with_tables(top)?, below, journals, None)
     }
 
     /// Builds the device of the image `top`, which is open for writing and locked, over the images of
     /// `below`. `overlay` is the overlay that is committed into `top`, if this is for a block commit.
     fn on_top(
-        top: Opened,
+        mut top: Layer,
         mut below: OverlayBase,
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
@@ -123,12 +245,12 @@ impl Qcow2 {
         // `open_writer` reads the file through the page cache. This must happen before direct I/O is set, after
         // which reads have to be aligned.
         let writer = open_writer(&top, false)?;
-        let tables = std::iter::once(&top.tables).chain(below.chain.iter().map(|(_, layer)| &layer.tables));
-        let slice_bytes = slice_bytes(tables);
+        let slice_bytes = slice_bytes(std::iter::once(&top).chain(&below.chain));
         let choose = || choose_file_mode(&top, &below.terms, slice_bytes);
         let mode = below.terms.choose_mode(&top.file.path, choose)?;
         below.terms.buffered = mode.direct.is_none().then_some(mode.reason);
-        below.chain.insert(0, top.into_layer(mode.direct)?);
+        top.set_align(mode.direct);
+        below.chain.insert(0, top);
         Qcow2::assemble(below, writer, false, Vec::new())?.start(journals, overlay, true)
     }
 
@@ -156,4 +278,34 @@ pub fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     found.ok_or_else(|| {
         unsupported(format!("{} was removed, so no overlay can name it as its backing file", path.display()))
     })
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+    use crate::qcow2::format::header::Header;
+
+    #[test]
+    fn a_new_image_has_a_valid_header() {
+        let bytes = header(5 << 40, 10240, b"base.img", b"raw");
+        let parsed = Header::parse(&bytes).unwrap();
+        assert_eq!((parsed.version, parsed.size, parsed.l1_entries), (3, 5 << 40, 10240));
+        let backing = parsed.backing.unwrap();
+        assert_eq!((&backing.name[..], backing.format.as_deref()), (&b"base.img"[..], Some("raw")));
+        assert!(bytes.len() < CLUSTER_BYTES as usize);
+    }
+
+    #[test]
+    fn a_base_is_named_relative_to_the_directory_of_the_image() {
+        let name = |base: &str| {
+            name_in(Path::new("/a"), Path::new(base)).map(|name| String::from_utf8(name).unwrap())
+        };
+        assert_eq!(name("/a/b.img").unwrap(), "b.img");
+        assert_eq!(name("/a/c/b.img").unwrap(), "c/b.img");
+        assert_eq!(name("/b/b.img").unwrap(), "/b/b.img");
+        assert_eq!(name("/a/nbd:b").unwrap(), "./nbd:b");
+        assert!(name("/a/b\n").is_err());
+        assert!(name(&format!("/b/{}", "x/".repeat(600))).is_err());
+    }
 }

@@ -4,9 +4,11 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use blkq::Status;
 
+use crate::image_file::ImageFile;
 use crate::qcow2::format::entry::{COPIED, Entry, OFFSET, table_offset};
 use crate::qcow2::format::header::{Header, u64_at};
 use crate::qcow2::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
@@ -43,7 +45,9 @@ impl From<Status> for NotReady {
 const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
+/// An image of a chain.
 pub struct Layer {
+    pub file: Arc<ImageFile>,
     /// `None`: raw. The tables of a device's active image are in [`State::top`].
     pub tables: Option<Tables>,
     pub size: u64,
