@@ -261,10 +261,8 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
 /// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably; after an error
 /// they stay marked as in use. Nothing may be written to the device afterwards.
 pub async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
-    let (size, cluster) = {
-        let header = &env.state().top.header;
-        (header.size, header.cluster_bytes())
-    };
+    let size = env.state().top.header.size;
+    let cluster = 1 << env.state().cluster_bits();
     for place in places.places.iter().filter(|place| place.named.has_bits()) {
         let named = bitmaps.iter().find(|bitmap| bitmap.name() == place.named.name);
         let bitmap = named.ok_or(Status::Io)?;

@@ -48,12 +48,6 @@ const BITMAPS_EXTENSION_BYTES: usize = 24;
 pub const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Compression {
-    Deflate,
-    Zstd,
-}
-
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BackingName {
     pub name: Vec<u8>,
@@ -104,7 +98,8 @@ pub struct Header {
     /// The refcounts may be wrong, because a program with lazy refcounts did not close the image.
     pub dirty: bool,
     pub corrupt: bool,
-    pub compression: Compression,
+    /// Compressed clusters are zstd frames, else deflate streams.
+    pub zstd: bool,
     pub backing: Option<BackingName>,
     pub bitmaps: Option<BitmapsExtension>,
 }
@@ -143,16 +138,16 @@ impl Header {
             let message = format!("its header has {header_bytes} bytes, which the format does not allow");
             return Err(malformed(message));
         }
-        let compression = match (incompatible & INCOMPATIBLE_COMPRESSION != 0, header_bytes > 104) {
-            (true, true) if bytes[104] == 1 => Compression::Zstd,
-            (false, true) if bytes[104] != 0 => {
-                return Err(malformed("its compression type contradicts its feature bits"));
-            }
-            (false, _) => Compression::Deflate,
-            _ => return Err(unsupported("its compression type is unknown")),
-        };
+        let compression_type = if header_bytes > 104 { bytes[104] } else { 0 };
+        let zstd = incompatible & INCOMPATIBLE_COMPRESSION != 0;
+        if zstd && compression_type != 1 {
+            return Err(unsupported("its compression type is unknown"));
+        }
+        if !zstd && compression_type != 0 {
+            return Err(malformed("its compression type contradicts its feature bits"));
+        }
+        let backing = backing_name(bytes, header_bytes)?;
         let extensions = extensions(bytes, header_bytes)?;
-        let backing = backing_name(bytes, header_bytes, &extensions)?;
         let bitmaps = if v3 { bitmaps_extension(&extensions)? } else { None };
         let header = Header {
             version,
@@ -169,8 +164,8 @@ impl Header {
             tag: (v3_u64(TAG_AT) >> 32) as u32,
             dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
-            compression,
-            backing,
+            zstd,
+            backing: backing.map(|name| with_format(name, &extensions)).transpose()?,
             bitmaps: bitmaps.map(|found| BitmapsExtension::parse(found.data)),
         };
         header.check()?;
@@ -249,11 +244,7 @@ fn check_features(incompatible: u64) -> Result<(), Error> {
     }
 }
 
-fn backing_name(
-    bytes: &[u8],
-    header_bytes: usize,
-    extensions: &[Extension<'_>],
-) -> Result<Option<BackingName>, Error> {
+fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
     if offset == 0 {
         return Ok(None);
@@ -261,12 +252,13 @@ fn backing_name(
     let start = usize::try_from(offset).ok().filter(|start| *start >= header_bytes);
     let name = start.and_then(|start| bytes.get(start..)?.get(..length));
     let is_name = |name: &&[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
-    let Some(name) = name.filter(is_name) else {
-        return Err(malformed("the name of its backing file is not in its header"));
-    };
-    if name.is_empty() {
-        return Ok(None);
+    match name.filter(is_name) {
+        Some(name) => Ok(Some(name).filter(|name| !name.is_empty())),
+        None => Err(malformed("the name of its backing file is not in its header")),
     }
+}
+
+fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName, Error> {
     let format = extensions.iter().find(|extension| extension.kind == EXTENSION_BACKING_FORMAT);
     let format = format.map(|format| String::from_utf8_lossy(format.data).into_owned());
     // Both appear on terminals and in log lines, where control characters could forge output.
@@ -274,7 +266,7 @@ fn backing_name(
     if names.iter().flatten().any(|name| name.contains(char::is_control)) {
         return Err(malformed("the name or the format of its backing file contains control characters"));
     }
-    Ok(Some(BackingName { name: name.to_vec(), format }))
+    Ok(BackingName { name: name.to_vec(), format })
 }
 
 /// The extension for bitmaps. Fails with [`blkq::ErrorKind::Format`] if it is damaged or there are several.

@@ -39,25 +39,19 @@ async fn provide(env: &Env, reason: NotReady) -> IoResult {
             if !env.load(key, table).await? {
                 flush_metadata(env, false).await?;
             }
-            Ok(())
         }
         // Boxed, because creating a table allocates clusters, which may come back here.
-        NotReady::L2Table(index) => Box::pin(make(env, NewTable::L2(index), make_l2(env, index))).await,
+        NotReady::L2Table(index) => Box::pin(make(env, NewTable::L2(index), make_l2(env, index))).await?,
         NotReady::RefcountBlock(block) => {
-            Box::pin(make(env, NewTable::Refcounts, make_block(env, block))).await
+            Box::pin(make(env, NewTable::Refcounts, make_block(env, block))).await?
         }
         // One flush is enough for all tasks that wait for it.
-        NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await,
-        NotReady::Busy | NotReady::FlushFirst => {
-            env.io.wait().await;
-            Ok(())
-        }
-        NotReady::Yield => {
-            env.io.pause().await;
-            Ok(())
-        }
-        NotReady::Failed(status) => Err(status),
+        NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await?,
+        NotReady::Busy | NotReady::FlushFirst => env.io.wait().await,
+        NotReady::Yield => env.io.pause().await,
+        NotReady::Failed(status) => return Err(status),
     }
+    Ok(())
 }
 
 /// Repeats `attempt` until it is done or fails for good, and provides in between what it was lacking.

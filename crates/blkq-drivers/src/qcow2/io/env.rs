@@ -51,8 +51,7 @@ pub struct Env {
     pub bounce: Cell<u64>,
     pub decompressed: RefCell<Option<Decompressed>>,
     pub decompressing: RefCell<HashSet<Place>>,
-    /// The decompressing thread; `None` to decompress on this thread.
-    inflater: Option<RefCell<Inflater>>,
+    inflater: RefCell<Inflater>,
     inflated: RefCell<HashMap<Place, Result<Vec<u8>, Status>>>,
 }
 
@@ -67,7 +66,7 @@ impl Env {
             bounce: Cell::new(0),
             decompressed: RefCell::default(),
             decompressing: RefCell::default(),
-            inflater: wake.map(|wake| RefCell::new(Inflater::new(wake))),
+            inflater: RefCell::new(Inflater::new(wake)),
             inflated: RefCell::default(),
         })
     }
@@ -76,10 +75,7 @@ impl Env {
     /// the compressed data of a cluster.
     pub async fn inflate(&self, job: Job) -> Result<Vec<u8>, Status> {
         let place = job.0;
-        let started = match &self.inflater {
-            Some(inflater) => inflater.borrow_mut().start(job),
-            None => Err(job),
-        };
+        let started = self.inflater.borrow_mut().start(job);
         if let Err((_, compressed, read)) = started {
             return compressed.inflate(&read);
         }
@@ -93,8 +89,7 @@ impl Env {
 
     /// Hands results of the decompressing thread to the tasks that wait for them.
     pub fn take_inflated(&self) {
-        let Some(inflater) = &self.inflater else { return };
-        while let Some((place, content)) = inflater.borrow().next() {
+        while let Some((place, content)) = self.inflater.borrow().next() {
             self.inflated.borrow_mut().insert(place, content);
             self.io.changed();
         }

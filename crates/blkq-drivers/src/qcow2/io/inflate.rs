@@ -13,7 +13,6 @@ use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
 use ruzstd::decoding::StreamingDecoder;
 use ruzstd::io::Read;
 
-use crate::qcow2::format::header::Compression;
 use crate::qcow2::tables::state::State;
 
 /// Largest window of a zstd frame in bytes, which the decoder keeps in memory. RFC 8878 recommends that
@@ -29,7 +28,7 @@ pub struct Compressed {
     pub file: Range<u64>,
     /// The compressed data in these bytes. The L2 entry counts whole sectors, so bytes of other data may follow.
     data: Range<usize>,
-    method: Compression,
+    zstd: bool,
     cluster_bytes: usize,
 }
 
@@ -41,21 +40,18 @@ impl Compressed {
         let (header, align) = (&state.tables(layer).ok_or(Status::Io)?.header, state.layers[layer].align);
         let file = host - host % align..(host + bytes).next_multiple_of(align);
         let first = (host - file.start) as usize;
-        let (method, cluster_bytes) = (header.compression, header.cluster_bytes() as usize);
-        Ok(Compressed { file, data: first..first + bytes as usize, method, cluster_bytes })
+        let (zstd, cluster_bytes) = (header.zstd, header.cluster_bytes() as usize);
+        Ok(Compressed { file, data: first..first + bytes as usize, zstd, cluster_bytes })
     }
 
     /// The content of the cluster; `read` has the bytes of the file. Fails with [`Status::Io`] if they are not the
     /// compressed data of a cluster.
     pub fn inflate(&self, read: &[u8]) -> Result<Vec<u8>, Status> {
         let (bytes, length) = (&read[self.data.clone()], self.cluster_bytes);
-        let inflate = || match self.method {
-            Compression::Deflate => inflate_deflate(bytes, length),
-            Compression::Zstd => inflate_zstd(bytes, length),
-        };
+        let inflate = if self.zstd { inflate_zstd } else { inflate_deflate };
         // A decoder asserts properties of its input. A crafted image can break them, so a panic must not end the
         // process.
-        catch_unwind(inflate).unwrap_or(Err(Status::Io))
+        catch_unwind(|| inflate(bytes, length)).unwrap_or(Err(Status::Io))
     }
 }
 
@@ -85,22 +81,21 @@ type Inflated = (Place, Result<Vec<u8>, Status>);
 
 /// The thread that decompresses for a queue: started when first needed, exits when this is dropped.
 pub struct Inflater {
-    wake: Arc<dyn Wake>,
+    /// Wakes the queue; `None` to decompress on the thread of the caller.
+    wake: Option<Arc<dyn Wake>>,
     thread: Option<(Sender<Job>, Receiver<Inflated>)>,
 }
 
 impl Inflater {
-    pub fn new(wake: Arc<dyn Wake>) -> Inflater {
+    pub fn new(wake: Option<Arc<dyn Wake>>) -> Inflater {
         Inflater { wake, thread: None }
     }
 
     /// Lets the thread decompress a cluster and then wake the queue. Returns the job if no thread can start.
     pub fn start(&mut self, job: Job) -> Result<(), Job> {
-        if cfg!(any(simulation, fuzzing)) {
-            // Simulation and fuzzing run in one thread, to be deterministic.
-            return Err(job);
-        }
-        let wake = &self.wake;
+        // Simulation and fuzzing run in one thread, to be deterministic.
+        let wake = self.wake.as_ref().filter(|_| !cfg!(any(simulation, fuzzing)));
+        let Some(wake) = wake else { return Err(job) };
         let (jobs, _) = self.thread.get_or_insert_with(|| {
             let ((jobs, todo), (done, results)) = (channel(), channel());
             let wake = Arc::clone(wake);
@@ -138,9 +133,9 @@ mod tests {
 
     const CLUSTER: usize = 64 << 10;
 
-    fn inflate(method: Compression, bytes: &[u8]) -> Result<Vec<u8>, Status> {
+    fn inflate(zstd: bool, bytes: &[u8]) -> Result<Vec<u8>, Status> {
         let (file, data) = (0..bytes.len() as u64, 0..bytes.len());
-        Compressed { file, data, method, cluster_bytes: CLUSTER }.inflate(bytes)
+        Compressed { file, data, zstd, cluster_bytes: CLUSTER }.inflate(bytes)
     }
 
     /// A zstd frame with a window of `1 << log` bytes. Each of its blocks repeats one byte.
@@ -159,10 +154,10 @@ mod tests {
         let halves = [(CLUSTER as u32 / 2, 7), (CLUSTER as u32 / 2, 8)];
         let mut bytes = frame(16, &halves);
         bytes.extend([0xff; 300]);
-        let content = inflate(Compression::Zstd, &bytes).unwrap();
+        let content = inflate(true, &bytes).unwrap();
         assert_eq!(content, [vec![7; CLUSTER / 2], vec![8; CLUSTER / 2]].concat());
         // With a window larger than the cluster, the decoder holds all data back until the end of the frame.
-        assert!(inflate(Compression::Zstd, &frame(23, &halves)).is_ok());
+        assert!(inflate(true, &frame(23, &halves)).is_ok());
     }
 
     // Contract: bounded-input
@@ -180,13 +175,8 @@ mod tests {
             &frame(16, &[(whole, 7)])[..9],
             &[0x50, 0x2a, 0x4d, 0x18, 0xff, 0xff, 0xff, 0xff],
         ] {
-            assert_eq!(
-                inflate(Compression::Zstd, bytes),
-                Err(Status::Io),
-                "{:?}",
-                &bytes[..bytes.len().min(16)]
-            );
-            assert_eq!(inflate(Compression::Deflate, bytes), Err(Status::Io));
+            assert_eq!(inflate(true, bytes), Err(Status::Io), "{:?}", &bytes[..bytes.len().min(16)]);
+            assert_eq!(inflate(false, bytes), Err(Status::Io));
         }
     }
 }

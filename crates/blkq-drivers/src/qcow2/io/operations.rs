@@ -47,7 +47,8 @@ pub enum Action {
 #[derive(Default)]
 pub struct Op {
     pub action: Action,
-    layer: u8,
+    /// The number of the image of the chain for whose file this is.
+    pub layer: usize,
     pub offset: u64,
     pub bytes: u64,
     /// The memory that is left to transfer: parts of `buffers`, or of the request with `tag`.
@@ -68,7 +69,7 @@ impl Op {
     /// A transfer to or from the file of the image `layer`, whose number is `number`.
     pub fn transfer(action: Action, number: u8, layer: &Layer, offset: u64) -> Op {
         let Layer { align, file_bytes, .. } = *layer;
-        Op { action, layer: number, offset, align, file_bytes, ..Op::default() }
+        Op { action, layer: number.into(), offset, align, file_bytes, ..Op::default() }
     }
 
     pub fn sync() -> Op {
@@ -118,11 +119,6 @@ impl Op {
         self
     }
 
-    /// The image of the chain for whose file this is.
-    pub fn layer(&self) -> usize {
-        self.layer.into()
-    }
-
     /// The bytes of the file that are left to transfer or change.
     pub fn rest(&self) -> Range<u64> {
         self.offset + self.done..self.offset + self.bytes
@@ -145,7 +141,7 @@ impl Op {
     /// Performs the operation with a system call; of a transfer at least a part of the first piece. Returns the result
     /// as io_uring does: the count, or a negative errno.
     pub fn perform(&self, files: &[Arc<ImageFile>]) -> i32 {
-        let file = files[self.layer()].ring_file().as_raw_fd();
+        let file = files[self.layer].ring_file().as_raw_fd();
         let Range { start, end } = self.rest();
         let (Ok(offset), Ok(bytes)) = (i64::try_from(start), i64::try_from(end - start)) else {
             return -libc::EINVAL;

@@ -169,7 +169,7 @@ impl Qcow2Queue {
     fn run(&mut self, cx: &mut DriverContext<'_>) {
         self.executor.run_ready(&self.env.io);
         let files = &self.files;
-        while let Some((place, entry)) = self.env.io.next(|op| op.entry(cx.file(&files[op.layer()]))) {
+        while let Some((place, entry)) = self.env.io.next(|op| op.entry(cx.file(&files[op.layer]))) {
             // SAFETY: an operation's own memory is kept until its completion is taken. The block layer keeps
             // a request's memory until the request completes, which is later.
             unsafe { cx.push(entry, u64::from(place)) }

@@ -71,11 +71,9 @@ pub async fn reserve_l1(env: &Env, index: usize) -> IoResult {
 
 /// Frees the space that was reserved beyond the last cluster that was ever allocated.
 pub async fn free_reserved(env: &Env) -> IoResult {
-    let (from, to) = {
-        let state = env.state();
-        let used = state.writer.fresh_from.checked_shl(state.cluster_bits()).unwrap_or(u64::MAX);
-        (used, state.writer.extended_to.unwrap_or(0))
-    };
+    let bits = env.state().cluster_bits();
+    let from = env.state().writer.fresh_from.checked_shl(bits).unwrap_or(u64::MAX);
+    let to = env.state().writer.extended_to.unwrap_or(0);
     if from < to && !env.state().writer.failed {
         env.io.submit(Op::punch(from, to - from)).await?;
     }

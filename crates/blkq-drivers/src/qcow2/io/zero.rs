@@ -26,10 +26,8 @@ pub enum Wanted {
 
 pub async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) -> IoResult {
     let end = position + bytes;
-    let (cluster, size) = {
-        let state = env.state();
-        (1u64 << state.cluster_bits(), state.layers[0].size)
-    };
+    let cluster = 1u64 << env.state().cluster_bits();
+    let size = env.state().layers[0].size;
     // At the end of the device, the rest of the last cluster has no data, so the cluster counts as whole.
     let whole_end = if end == size { end } else { end - end % cluster };
     let whole = position.next_multiple_of(cluster)..whole_end;

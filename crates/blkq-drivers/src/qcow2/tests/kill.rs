@@ -258,7 +258,7 @@ fn a_backing_file_that_lacks_writes_is_rejected() {
     };
     let top = Qcow2::open(&options("top.qcow2")).unwrap();
     let killed = target(&top).unwrap();
-    killed.shared.run("", async |env| clear(&env, MIB, 65536, Wanted::ZeroesKept).await).unwrap();
+    killed.shared.run("", async |env| clear(env, MIB, 65536, Wanted::ZeroesKept).await).unwrap();
     die(&killed);
     die(&top);
     drop((killed, top));
@@ -477,7 +477,7 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     for cluster in [0, WRITES] {
         device
             .shared
-            .run("write", async move |env| write(&env, cluster << 16, 4096, Source::Zeroes).await)
+            .run("write", async move |env| write(env, cluster << 16, 4096, Source::Zeroes).await)
             .unwrap();
     }
     device.flush_all_metadata().unwrap();

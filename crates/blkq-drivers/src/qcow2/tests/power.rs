@@ -63,7 +63,7 @@ impl Disk {
     }
 
     pub fn collect(&mut self, env: &Env) {
-        let submitted = |op: &Op| (op.action, op.layer(), op.rest(), op.pieces.clone());
+        let submitted = |op: &Op| (op.action, op.layer, op.rest(), op.pieces.clone());
         while let Some((place, (action, layer, range, pieces))) = env.io.next(submitted) {
             self.clock += 1;
             self.pending.push((self.clock, Submitted { place, action, layer, range, pieces }));
