@@ -7,6 +7,7 @@ use std::ops::Range;
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 use blkq::{Error, ErrorKind, IoBuffer};
 
+use crate::bitmaps::Loaded;
 use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
 use crate::qcow2::format::header::{
@@ -35,13 +36,7 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const SECTOR_BYTES: usize = 512;
 const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
 
-#[derive(Default)]
-pub struct Stored {
-    pub bitmaps: Vec<Bitmap>,
-    pub warnings: Vec<String>,
-    pub layout: Layout,
-}
-
+/// Where bitmaps are stored.
 #[derive(Default)]
 pub struct Layout {
     /// Offset of the directory in the file.
@@ -68,8 +63,8 @@ struct Entry {
 
 /// Reads the bitmaps of an image with a device of `size` bytes. Fails with [`ErrorKind::Format`] if the
 /// extension is damaged.
-pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Error> {
-    let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
+pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Loaded<Layout>, Error> {
+    let Some(extension) = &header.bitmaps else { return Ok(Loaded::nothing(None)) };
     let cluster = header.cluster_bytes();
     let file_bytes = file.size()?;
     let read = |range: Range<u64>| {
@@ -86,7 +81,7 @@ pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Erro
         return Err(malformed(format!("their directory has {} bytes", extension.directory_bytes)));
     }
     let place = place(extension.directory, extension.directory_bytes, cluster)?;
-    let (mut stored, mut layout) = (Stored::default(), Layout::default());
+    let (mut bitmaps, mut warnings, mut layout) = (Vec::new(), Vec::new(), Layout::default());
     (layout.directory, layout.marked) = (place.start, read(place.clone())?);
     let (entries, mut others) = entries(&layout.marked, extension.count, cluster)?;
     layout.clusters.extend(place.step_by(cluster as usize));
@@ -109,15 +104,15 @@ pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Erro
         let bitmap = match entry.flags & FLAG_IN_USE != 0 {
             true => entry.inconsistent(),
             false => entry.load(&table, size, cluster, read).or_else(|error| {
-                stored.warnings.push(format!("the bitmap {} cannot be kept up to date: {error}", entry.name));
+                warnings.push(format!("the bitmap {} cannot be kept up to date: {error}", entry.name));
                 entry.inconsistent()
             }),
         };
-        stored.bitmaps.push(bitmap?);
+        bitmaps.push(bitmap?);
     }
     if let Some((_, error)) = others.first() {
         let (count, shown) = (others.len(), file.path.display());
-        stored.warnings.push(match count {
+        warnings.push(match count {
             1 => format!("a bitmap in {shown} cannot be kept up to date: {error}"),
             _ => format!("{count} bitmaps in {shown} cannot be kept up to date; for the first: {error}"),
         });
@@ -126,11 +121,11 @@ pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Erro
         mark(&mut layout.marked, &place);
         let other = layout.marked[place].to_vec();
         // If two bitmaps have the same name, only the known one stays.
-        if stored.bitmaps.iter().all(|bitmap| Some(bitmap.name().as_bytes()) != entry_name(&other)) {
+        if bitmaps.iter().all(|bitmap| Some(bitmap.name().as_bytes()) != entry_name(&other)) {
             layout.others.push(other);
         }
     }
-    Ok(Stored { layout, ..stored })
+    Ok(Loaded { bitmaps, warnings, place: Some(layout) })
 }
 
 fn mark(directory: &mut [u8], place: &Range<usize>) {

@@ -17,7 +17,7 @@ use crate::qcow2::io::blocking;
 use crate::qcow2::io::env::{Env, Shared};
 use crate::qcow2::io::flush_metadata::sync;
 
-use super::format::{BitmapEntry, Layout, Stored, plan_extension, read};
+use super::format::{BitmapEntry, Layout, plan_extension, read};
 use super::places::{Places, adopt, exchange, read_head, store, write, write_extension};
 
 pub struct Qcow2Bitmaps {
@@ -32,12 +32,12 @@ impl Qcow2Bitmaps {
     }
 
     /// Rejects a directory that overlaps a table of the image, because the directory is about to be written.
-    fn check_directory(&self, layout: &Layout) -> Result<(), Error> {
+    fn check_directory(&self, loaded: Loaded<Layout>) -> Result<Loaded<Layout>, Error> {
         let state = locked(&self.shared.state);
-        let clusters = (layout.directory..layout.directory + layout.marked.len() as u64)
-            .step_by(1 << state.cluster_bits());
-        match state.tables_among(clusters).is_empty() {
-            true => Ok(()),
+        let range = |layout: &Layout| layout.directory..layout.directory + layout.marked.len() as u64;
+        let range = loaded.place.as_ref().map_or(0..0, range);
+        match state.tables_among(range.step_by(1 << state.cluster_bits())).is_empty() {
+            true => Ok(loaded),
             false => Err(malformed("their directory overlaps another table of the image")),
         }
     }
@@ -100,8 +100,7 @@ impl Qcow2Bitmaps {
 }
 
 impl BitmapFormat for Qcow2Bitmaps {
-    /// The layout of the bitmaps, and the autoclear bits of the header.
-    type Place = (Layout, u32);
+    type Place = Layout;
 
     const INCONSISTENT: &'static str = "the image was not closed";
 
@@ -114,7 +113,7 @@ impl BitmapFormat for Qcow2Bitmaps {
     }
 
     /// If the bitmaps cannot be trusted, clears the autoclear bit. Must be called once, before a queue is opened.
-    fn read(&self) -> Result<Loaded<Self::Place>, Error> {
+    fn read(&self) -> Result<Loaded<Layout>, Error> {
         let shown = self.path().display();
         let header = locked(&self.shared.state).top.header.clone();
         let unusable = if header.bitmaps.is_none() {
@@ -124,11 +123,9 @@ impl BitmapFormat for Qcow2Bitmaps {
                 "the dirty bitmaps in {shown} are lost, because a program wrote to it without updating them"
             ))
         } else {
-            let stored = read(&self.shared.files[0], &header, header.size);
-            match stored.and_then(|stored| self.check_directory(&stored.layout).map(|()| stored)) {
-                Ok(Stored { bitmaps, warnings, layout }) => {
-                    return Ok(Loaded { bitmaps, warnings, place: Some((layout, header.autoclear)) });
-                }
+            let loaded = read(&self.shared.files[0], &header, header.size);
+            match loaded.and_then(|loaded| self.check_directory(loaded)) {
+                Ok(loaded) => return Ok(loaded),
                 Err(error) if error.kind() == ErrorKind::Format => {
                     Some(format!("the dirty bitmaps in {shown} are damaged: {error}"))
                 }
@@ -139,8 +136,8 @@ impl BitmapFormat for Qcow2Bitmaps {
         Ok(Loaded::nothing(unusable))
     }
 
-    fn mark(&self, place: Self::Place, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error> {
-        let ((layout, autoclear), size) = (place, self.size());
+    fn mark(&self, layout: Layout, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error> {
+        let (size, autoclear) = (self.size(), locked(&self.shared.state).top.header.autoclear);
         let named: Vec<BitmapEntry> = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
         self.change_places("mark its bitmaps as in use", async move |env, _| {
             if autoclear != AUTOCLEAR_BITMAPS {

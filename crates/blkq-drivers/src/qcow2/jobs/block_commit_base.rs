@@ -98,7 +98,9 @@ impl Target {
     pub(in crate::qcow2) fn zero(&self, range: Range<u64>) -> Result<(), Error> {
         match self {
             Target::Raw(raw) => raw.zero_now(range),
-            Target::Qcow2(qcow2) => qcow2.zero_now(range),
+            Target::Qcow2(qcow2) => qcow2.shared.run("write zeroes", async move |env| {
+                clear(env, range.start, range.end - range.start, Wanted::Zeroes).await
+            }),
         }
     }
 
@@ -119,12 +121,6 @@ impl Target {
 }
 
 impl Qcow2 {
-    fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
-        self.shared.run("write zeroes", async move |env| {
-            clear(env, range.start, range.end - range.start, Wanted::Zeroes).await
-        })
-    }
-
     /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
     /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
     /// Fails with [`blkq::ErrorKind::Mismatch`] if the base is longer than the device, or was truncated.

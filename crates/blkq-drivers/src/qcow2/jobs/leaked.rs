@@ -163,12 +163,12 @@ impl References<'_> {
         if header.autoclear & AUTOCLEAR_BITMAPS == 0 {
             return Ok(());
         }
-        let stored = read_bitmaps(self.file, header, header.size)?;
-        if !stored.warnings.is_empty() || !stored.layout.others.is_empty() {
+        let loaded = read_bitmaps(self.file, header, header.size)?;
+        let layout = loaded.place.unwrap_or_default();
+        if !loaded.warnings.is_empty() || !layout.others.is_empty() {
             return Err(unsupported("one of its bitmaps is damaged or of an unknown kind"));
         }
-        let clusters = stored.layout.clusters;
-        clusters.into_iter().try_for_each(|host| self.add(host, 1 << self.cluster_bits, 1))
+        layout.clusters.into_iter().try_for_each(|host| self.add(host, 1 << self.cluster_bits, 1))
     }
 
     /// Adds the references of L1 entries.
