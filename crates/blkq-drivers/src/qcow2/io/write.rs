@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blkq::{IoBuffer, IoResult, Status};
+use blkq::{IoResult, Status};
 
 use crate::qcow2::format::entry::{COPIED, Entry};
 use crate::qcow2::tables::state::{NotReady, State};
@@ -148,11 +148,9 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     let head = around(env, begin, at, clusters.fresh).await?;
     let tail = around(env, until, limit, clusters.fresh).await?;
     let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits)).await;
-    let (head, tail) = (head.content(env).await?, tail.content(env).await?);
-    let skipped = if head.is_none() { at - begin } else { 0 };
-    let op = head.into_iter().fold(env.write_op(clusters.host + skipped), Op::with_buffer);
-    let op = add(op, source, at - position, until - at);
-    let op = tail.into_iter().fold(op, Op::with_buffer);
+    let op = env.write_op(clusters.host + (head.range.start - begin));
+    let op = add(head.add_to(op, env).await?, source, at - position, until - at);
+    let op = tail.add_to(op, env).await?;
     let written_end = op.offset + op.bytes;
     reserve(env, written_end).await;
     drop(env.io.submit(op).await?);
@@ -174,16 +172,14 @@ impl Around {
     /// An upper bound for the memory that this takes, in bytes: a copy takes a second one of each part, and a
     /// compressed cluster with its content.
     fn memory(&self, cluster: u64) -> u64 {
-        let bytes = self.range.end - self.range.start;
-        if self.zero { bytes } else { 2 * bytes + 2 * cluster }
+        if self.zero { 0 } else { 2 * (self.range.end - self.range.start) + 2 * cluster }
     }
 
-    async fn content(self, env: &Env) -> Result<Option<IoBuffer>, Status> {
+    async fn add_to(self, op: Op, env: &Env) -> Result<Op, Status> {
         let Range { start, end } = self.range;
         match self.zero {
-            _ if start == end => Ok(None),
-            true => Ok(Some(IoBuffer::zeroed((end - start) as usize))),
-            false => read_device(env, start, end - start).await.map(Some),
+            true => Ok(op.with_zeroes(end - start)),
+            false => Ok(op.with_buffer(read_device(env, start, end - start).await?)),
         }
     }
 }
@@ -217,5 +213,7 @@ pub fn release(env: &Env, state: &mut State, old: Entry) {
     if matches!(old, Entry::Compressed { .. }) {
         env.decompressed.borrow_mut().take();
     }
-    state.release(old);
+    let bits = state.cluster_bits();
+    // The next flush of the metadata frees the clusters.
+    state.writer.released.extend(old.hosts(bits));
 }

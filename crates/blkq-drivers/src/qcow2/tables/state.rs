@@ -355,12 +355,6 @@ impl State {
         tables
     }
 
-    /// Releases the clusters of `entry` of the active image. The next flush of the metadata frees them.
-    pub fn release(&mut self, entry: Entry) {
-        let bits = self.cluster_bits();
-        self.writer.released.extend(entry.hosts(bits));
-    }
-
     /// Sets consecutive L2 entries of the active image. The first becomes `entry`; each further one refers to
     /// the cluster after that of the one before.
     pub fn set_entries(&mut self, slot: usize, index: usize, entry: u64, count: u64) {
