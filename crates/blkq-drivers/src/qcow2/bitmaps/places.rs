@@ -99,13 +99,9 @@ pub async fn adopt(env: &Env, layout: Layout, named: Vec<BitmapEntry>) -> Places
         }
         are_whole &= clusters.iter().all(|host| (*host != 0) == named.has_bits());
         let table = run(table, clusters.len() * 8);
-        let mut bits: Vec<Clusters> = Vec::new();
-        for host in clusters.into_iter().filter(|_| named.has_bits()) {
-            match bits.last_mut() {
-                Some(last) if last.host + last.count * cluster == host => last.count += 1,
-                _ => bits.push(run(host, 1)),
-            }
-        }
+        let hosts = if named.has_bits() { &clusters[..] } else { &[] };
+        let parts = hosts.chunk_by(|one, next| one + cluster == *next);
+        let bits = parts.map(|part| run(part[0], part.len() * cluster as usize)).collect();
         adopted.places.push(Place { named, table, bits });
     }
     let is_same = adopted.directory(cluster, true) == layout.marked;

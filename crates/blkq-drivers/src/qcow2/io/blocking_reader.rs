@@ -42,8 +42,7 @@ impl BlockingReader {
                     // Since the last lookup, slices may have been changed in memory, written, and evicted.
                     self.extra.clear();
                 }
-                let found = state.find(depth, range.start, range.end - range.start, Some(&self.extra));
-                match found {
+                match state.find(depth, range.start, range.end - range.start, Some(&self.extra)) {
                     Ok(found) => return Ok(found),
                     Err(NotReady::Slice(key, _)) => (key, state.cache.slice_bytes()),
                     Err(_) => return Err(io::Error::from_raw_os_error(libc::EIO)),

@@ -128,22 +128,16 @@ impl Qcow2 {
         self.empty_journal(overlay)?;
         // The overlay reads this image by the tables from before, so its clusters must not be reused.
         if overlay.is_none() {
-            // This must follow `empty_journal`: replaying the old journal again would decrement the refcounts
-            // twice.
-            self.release_leaked(leaked);
+            // The next flush of the metadata frees the leaked clusters. This must follow `empty_journal`: replaying the
+            // old journal again would decrement the refcounts twice.
+            let mut state = locked(&self.shared.state);
+            // A damaged journal could name any cluster.
+            let tables = state.tables_among(leaked.iter().copied());
+            let leaked: Vec<u64> = leaked.into_iter().filter(|host| !tables.contains(host)).collect();
+            state.note_released(&leaked);
+            state.writer.released.extend(leaked);
         }
         Ok(self)
-    }
-
-    /// Releases the clusters that a killed process leaked. The next flush of the metadata frees them.
-    fn release_leaked(&self, mut leaked: BTreeSet<u64>) {
-        let mut state = locked(&self.shared.state);
-        // A damaged journal could name any cluster.
-        let tables = state.tables_among(leaked.iter().copied());
-        leaked.retain(|host| !tables.contains(host));
-        let leaked: Vec<u64> = leaked.into_iter().collect();
-        state.note_released(&leaked);
-        state.writer.released.extend(leaked);
     }
 
     pub(in crate::qcow2) fn end_journal(&self) {
