@@ -66,7 +66,8 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error>
     }
     let Some(fault) = &options.fault else { return Ok(opened) };
     let driver = Arc::new(Fault::new(opened.driver, fault.clone())?);
-    Ok(Opened { driver, image: opened.image.map(|_| Image::Faulty) })
+    let has_image = opened.image.is_some() || matches!(spec, DriverSpec::Rbd(_));
+    Ok(Opened { driver, image: has_image.then_some(Image::Faulty) })
 }
 
 /// Checks whether [`open`] with the same arguments could succeed after the process that uses the image has

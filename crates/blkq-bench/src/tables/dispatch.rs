@@ -42,7 +42,7 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     let facts = disk.driver().describe();
     let counter = |name| {
         let value = facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok());
-        value.unwrap_or(0.0)
+        value.unwrap_or_else(|| panic!("the loop driver has no counter {name}"))
     };
     Ok(if load.write {
         run.per_io(Metric::JoinedPerIo, counter("writes-joined") as u64)

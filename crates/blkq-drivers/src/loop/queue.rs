@@ -411,15 +411,18 @@ impl LoopQueue {
     fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Option<IoResult> {
         let (shared, request) = (&self.shared, cx.request(tag));
         let (operation, flags) = (request.operation(), request.flags());
-        let is_end_read = Progress::load(&request.pdu).done > 0;
+        if Progress::load(&request.pdu).done > 0 {
+            // The read of the end of a zeroed range. If it is short, the file has become shorter than the device.
+            return Some(match result {
+                ..0 => Err(Status::from_errno(-result)),
+                _ if result as u64 == self.settings.end_unit(request).0 => Ok(()),
+                _ => Err(Status::Io),
+            });
+        }
         if result >= 0 {
             return match operation {
                 Operation::Flush if shared.writeback_failed.load(Relaxed) => Some(Err(Status::Io)),
-                // If the read is short, the file has become shorter than the device.
-                _ if is_end_read && result as u64 != self.settings.end_unit(request).0 => {
-                    Some(Err(Status::Io))
-                }
-                Operation::WriteZeroes if !is_end_read && !shared.block_device => {
+                Operation::WriteZeroes if !shared.block_device => {
                     let done = self.settings.bytes(request);
                     Progress { done, attempts: 0 }.store(cx.pdu(tag));
                     None
@@ -443,7 +446,7 @@ impl LoopQueue {
                 shared.discard_by_command.store(false, Relaxed);
                 return None;
             }
-            _ if status == Status::NotSupported && !is_end_read => {
+            _ if status == Status::NotSupported => {
                 let supported = match operation {
                     Operation::Discard => &shared.discards,
                     _ if flags.contains(BioFlags::NO_UNMAP) => &shared.zeroes_no_unmap,

@@ -1,5 +1,6 @@
-//! The data path: the only queue of an image, and the results of librbd as statuses. Each request becomes an asynchronous call of librbd. librbd writes to an
-//! eventfd when calls complete, the ring of the queue polls that eventfd, and the queue then fetches all completions.
+//! The data path: the only queue of an image, and the results of librbd as statuses. Each request becomes an
+//! asynchronous call of librbd. librbd writes to an eventfd when calls complete, the ring of the queue polls that
+//! eventfd, and the queue then fetches all completions.
 
 use std::borrow::Cow;
 use std::mem::MaybeUninit;
