@@ -143,13 +143,17 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let holder = String::from_utf8_lossy(&text).trim().parse::<u32>().ok();
     let is_dying = || holder.is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
     let begin = Instant::now();
-    while !lock(&file).map_err(failed)? {
-        if !is_dying() || begin.elapsed() > DYING_WAIT {
+    loop {
+        // Read before the attempt, so that a process that exits in between does not count as running.
+        let waits = is_dying();
+        if lock(&file).map_err(failed)? {
+            return Ok(Some(file));
+        }
+        if !waits || begin.elapsed() > DYING_WAIT {
             return Err(refused("belongs to another running device"));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    Ok(Some(file))
 }
 
 /// Creates a file with the ID of this process at `path`, replacing `earlier` or nothing. Returns `None` if

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use blkq_drivers::DriverSpec;
 use rustix::fs::{FlockOperation, flock};
 
-use super::dying::DYING_WAIT;
+use super::dying::{DYING_WAIT, ProcessState};
 use super::remains::{last_lines, orphaned};
 use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
@@ -47,26 +47,40 @@ impl StateDir {
                 self.0.display()
             )));
         }
+        match self.take_when_free(name, taker)? {
+            Attempt::Claim(claim) => Ok(*claim),
+            Attempt::Orphan(orphan) => Err(orphan.refusal()),
+            Attempt::Locked | Attempt::OfAnother => Err(in_use(name)),
+        }
+    }
+
+    /// As [`Claim::take`], but tries again while the process that holds the lock exits: its image must not be attached
+    /// under another name before its I/O in flight has completed. Fails if that takes too long. A command that removes
+    /// stale files holds the lock only briefly.
+    fn take_when_free(&self, name: &str, taker: Taker<'_>) -> Outcome<Attempt> {
         let begin = Instant::now();
         loop {
-            match Claim::take(self, name, taker)? {
-                Attempt::Claim(claim) => return Ok(*claim),
-                Attempt::Orphan(orphan) => return Err(orphan.refusal()),
-                Attempt::Locked | Attempt::OfAnotherDisk => {}
+            // Read before the attempt, so that a process that exits in between does not count as running.
+            let holder = self.holder(name).map(ProcessState::of);
+            let attempt = Claim::take(self, name, taker)?;
+            if !matches!(attempt, Attempt::Locked) {
+                return Ok(attempt);
             }
-            // A command that removes stale files holds the lock only briefly. A dying daemon must be waited
-            // for: its socket still accepts connections, but its I/O in flight has not ended.
-            let dying = self.holder_is_dying(name);
             // A daemon that is running but hung lets the connection time out. Its name is in use.
-            let serving = || match self.connect(name, CONNECT_TIMEOUT) {
+            let is_served = || match self.connect(name, CONNECT_TIMEOUT) {
                 Ok(_) => true,
                 Err(e) => e.kind() == io::ErrorKind::TimedOut,
             };
-            let waited = begin.elapsed();
-            if !dying && serving() || waited > if dying { DYING_WAIT } else { CLAIM_WAIT } {
-                return Err(Failure::new(format!(
-                    "the name {name} is in use by another device; choose another --name, or run `blkq detach {name}`"
-                )));
+            let wait = match holder {
+                // Its socket still accepts connections.
+                Some(ProcessState::Dying) => DYING_WAIT,
+                _ if is_served() => return Ok(attempt),
+                // Another process has just locked the name, or this process cannot see the holder.
+                Some(ProcessState::Exited) => DYING_WAIT,
+                _ => CLAIM_WAIT,
+            };
+            if begin.elapsed() > wait {
+                return if holder == Some(ProcessState::Dying) { Err(in_use(name)) } else { Ok(attempt) };
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -88,20 +102,12 @@ impl StateDir {
         let base = name_from(wanted, room - 5);
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
-            let take = || Claim::take(self, &name, Taker::AnyName(options));
-            let mut attempt = take()?;
-            if matches!(attempt, Attempt::Locked) && self.holder_is_dying(&name) {
-                // The image must not be attached again until the dying daemon has exited.
-                self.wait_for_dying(&name);
-                attempt = take()?;
-            }
-            match attempt {
+            match self.take_when_free(&name, Taker::AnyName(options))? {
                 Attempt::Claim(claim) => return Ok(*claim),
                 // The orphaned block device most likely serves the same image, which must not be attached
                 // twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
-                Attempt::Locked if self.holder_is_dying(&name) => return self.claim(&name),
-                Attempt::Locked | Attempt::OfAnotherDisk => {}
+                Attempt::Locked | Attempt::OfAnother => {}
             }
         }
         Err(Failure::new(format!(
@@ -114,7 +120,7 @@ impl StateDir {
     pub fn take_orphan(&self, name: &str) -> Outcome<Option<Orphan>> {
         Ok(match Claim::take(self, name, Taker::Successor)? {
             Attempt::Orphan(orphan) => Some(*orphan),
-            Attempt::Claim(_) | Attempt::Locked | Attempt::OfAnotherDisk => None,
+            Attempt::Claim(_) | Attempt::Locked | Attempt::OfAnother => None,
         })
     }
 
@@ -125,7 +131,7 @@ impl StateDir {
         Ok(match Claim::take(self, name, Taker::Cleaner)? {
             Attempt::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
             Attempt::Orphan(orphan) => Dead::Orphan(orphan),
-            Attempt::Locked | Attempt::OfAnotherDisk => Dead::No,
+            Attempt::Locked | Attempt::OfAnother => Dead::No,
         })
     }
 }
@@ -158,8 +164,8 @@ enum Attempt {
     Orphan(Box<Orphan>),
     /// Another process holds the lock, or a [`Taker::Cleaner`] found no lock file.
     Locked,
-    /// The name belongs to another disk than that of [`Taker::AnyName`].
-    OfAnotherDisk,
+    /// The name belongs to another device, which is being handed over, or is not the disk of [`Taker::AnyName`].
+    OfAnother,
 }
 
 /// A block device of the kernel whose daemon has exited. The claim keeps other processes from recovering the
@@ -221,7 +227,7 @@ impl Claim {
             }
             // Only the next daemon may claim a device that is being handed over.
             if !matches!(taker, Taker::Successor) && StateDir::is_reserved(&lock) {
-                return Ok(Attempt::Locked);
+                return Ok(Attempt::OfAnother);
             }
             // The previous owner may have removed the file after this process opened it and before it got the
             // lock. Then the lock protects nothing: open the new file.
@@ -234,7 +240,7 @@ impl Claim {
             if let (Taker::AnyName(options), Some(state)) = (taker, &state)
                 && state.is_of_another_guest(options)
             {
-                return Ok(Attempt::OfAnotherDisk);
+                return Ok(Attempt::OfAnother);
             }
             let continues = match taker {
                 Taker::Successor => true,
@@ -398,6 +404,12 @@ impl StateFile {
     }
 }
 
+fn in_use(name: &str) -> Failure {
+    Failure::new(format!(
+        "the name {name} is in use by another device; choose another --name, or run `blkq detach {name}`"
+    ))
+}
+
 impl Drop for Claim {
     fn drop(&mut self) {
         let stays = |suffix: &str| self.kept || self.old_log_kept && suffix == OLD_LOG;
@@ -430,6 +442,8 @@ fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use blkq::testing::assert_stays;
+
     use super::*;
     use crate::harness::{files, options, scratch};
     use crate::info::DaemonState;
@@ -561,6 +575,22 @@ mod tests {
         drop(first);
         assert_eq!(dir.claim_unique("d.img", &ram).unwrap().name(), "d.img");
         drop(second);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_name_is_not_passed_over_while_its_owner_exits() {
+        let dir = scratch("just-exited");
+        let ram = options(&["ram:1M", "--export", "nbd"]);
+        let owner = dir.claim("d.img").unwrap();
+        // The owner exits after its lock was tried, and before its state is read.
+        fs::write(dir.file("d.img", ".lock"), "4194305\n").unwrap();
+        std::thread::scope(|scope| {
+            let claim = scope.spawn(|| dir.claim_unique("d.img", &ram).unwrap().name().to_owned());
+            assert_stays("the lock is tried again", || !claim.is_finished());
+            drop(owner);
+            assert_eq!(claim.join().unwrap(), "d.img");
+        });
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

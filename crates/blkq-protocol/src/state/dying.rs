@@ -53,15 +53,11 @@ impl StateDir {
         fs::read_to_string(self.file(name, ".lock")).ok()?.trim().parse().ok()
     }
 
-    /// Whether the daemon of `name` is dying. It may have I/O in flight.
-    pub(super) fn holder_is_dying(&self, name: &str) -> bool {
-        self.holder(name).is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying)
-    }
-
     /// Waits until the daemon of `name`, if it was killed, has exited; at most [`DYING_WAIT`].
     pub fn wait_for_dying(&self, name: &str) {
         let begin = Instant::now();
-        while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
+        let is_dying = || self.holder(name).is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
+        while is_dying() && begin.elapsed() < DYING_WAIT {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
