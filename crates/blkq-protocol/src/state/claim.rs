@@ -12,10 +12,12 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::dying::{DYING_WAIT, ProcessState};
 use super::remains::{last_lines, orphaned};
+use super::upgrade::OWNER_BYTE;
 use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
-use crate::options::{AttachOptions, Export, Record, find_ceph_files, with_write_access};
+use crate::options::{AttachOptions, Export, find_ceph_files, with_write_access};
+use crate::system::record_lock::lock_byte;
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.
@@ -193,7 +195,8 @@ pub struct Claim {
     old_log_kept: bool,
     /// The state of the daemon that held the name before and died.
     before: Option<StateFile>,
-    /// Holds the flock(2) lock. The kernel releases it when this process exits, however that happens.
+    /// Holds the flock(2) lock and the lock on [`OWNER_BYTE`]. The kernel releases them when this process exits,
+    /// however that happens.
     lock: File,
 }
 
@@ -231,10 +234,8 @@ impl Claim {
             }
             // The previous owner may have removed the file after this process opened it and before it got the
             // lock. Then the lock protects nothing: open the new file.
-            let ours = lock.metadata().map_err(failure)?;
-            match fs::symlink_metadata(&path) {
-                Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
-                _ => continue,
+            if lock.metadata().map_err(failure)?.nlink() == 0 {
+                continue;
             }
             let state = dir.read_state(name);
             if let (Taker::AnyName(options), Some(state)) = (taker, &state)
@@ -268,7 +269,7 @@ impl Claim {
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, before, lock };
             let pid = format!("{}\n", std::process::id());
             let written = claim.lock.set_len(0).and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0));
-            written.map_err(failure)?;
+            written.and_then(|()| lock_byte(&claim.lock, OWNER_BYTE)).map_err(failure)?;
             return Ok(match orphan {
                 Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
                 None => Attempt::Claim(Box::new(claim)),
@@ -342,23 +343,6 @@ impl Claim {
     pub fn remove_socket(&self, suffix: &str) -> Outcome {
         let path = self.file(suffix);
         remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
-    }
-
-    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome<File> {
-        self.dir.write_state(&self.name, state)
-    }
-
-    /// Records that the device is attached to the image at `path` with `options`, and that its block device,
-    /// if it has one, has the cookie `ublk`. Returns the number of the image. Must be called before the first
-    /// client connects.
-    pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
-        self.dir.write_options(&self.name, path, options, ublk)
-    }
-
-    /// Records the [`owner`](blkq::Driver::owner) of this daemon's image, or that there is none. Must be called
-    /// before the first client connects.
-    pub fn write_owner(&self, owner: Option<&str>) -> Outcome {
-        self.dir.write_owner(&self.name, owner)
     }
 }
 
@@ -447,6 +431,7 @@ mod tests {
     use super::*;
     use crate::harness::{files, options, scratch};
     use crate::info::DaemonState;
+    use crate::options::Record;
     use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
 
     // Contract: detach

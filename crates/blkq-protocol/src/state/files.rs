@@ -32,7 +32,7 @@ use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, fl
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{OWNER, StateDir, remove};
+use super::{Claim, OPTIONS, OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path};
 use crate::options::Record;
@@ -209,19 +209,9 @@ impl StateDir {
         serde_json::from_slice(&text).ok()
     }
 
-    /// Implements `Claim::write_owner`.
-    pub(super) fn write_owner(&self, name: &str, owner: Option<&str>) -> Outcome {
-        let (path, new) = (self.file(name, OWNER), self.file(name, ".owner.new"));
-        let written = match owner {
-            Some(owner) => write_new(&new, &owner, 0o600).and_then(|_| fs::rename(&new, &path)),
-            None => remove(&path),
-        };
-        written.map_err(|e| Failure::new(format!("{}: {e}", path.display())))
-    }
-
     fn read_options(&self, name: &str) -> Outcome<OptionsFile> {
         let failed = |e: io::Error| Failure::new(e.to_string());
-        let file = File::open(self.file(name, ".options")).map_err(failed)?;
+        let file = File::open(self.file(name, OPTIONS)).map_err(failed)?;
         OptionsFile::parse(&read_bounded(file, OPTIONS_BYTES_MAX).map_err(failed)?)
     }
 
@@ -327,13 +317,12 @@ impl StateDir {
     /// Opens and locks `NAME.options`, waiting for other processes that change it. Closing the returned file
     /// releases the lock. Returns `None` if there is no such file.
     fn lock_options(&self, name: &str) -> io::Result<Option<File>> {
-        let path = self.file(name, ".options");
+        let path = self.file(name, OPTIONS);
         loop {
             let Some(file) = if_exists(File::open(&path))? else { return Ok(None) };
             flock(&file, FlockOperation::LockExclusive)?;
-            let open = file.metadata()?;
             // The previous holder of the lock may have replaced the file. Then lock the new one.
-            if fs::symlink_metadata(&path).is_ok_and(|there| is_same_file(&there, &open)) {
+            if file.metadata()?.nlink() > 0 {
                 return Ok(Some(file));
             }
         }
@@ -341,7 +330,7 @@ impl StateDir {
 
     /// Replaces `NAME.options` atomically. Only one process at a time does this.
     fn change_options(&self, name: &str, change: impl FnOnce(&mut OptionsFile) -> Outcome) -> Outcome {
-        let path = self.file(name, ".options");
+        let path = self.file(name, OPTIONS);
         let new = self.file(name, ".options.new");
         let failure = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
         let file = self.lock_options(name).and_then(|file| file.ok_or(io::ErrorKind::NotFound.into()));
@@ -358,9 +347,8 @@ impl StateDir {
         })?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
-                let replaced = fs::symlink_metadata(&new)
-                    .and_then(|old| file.metadata().map(|ours| is_same_file(&old, &ours)));
-                if !replaced.map_err(failure)? {
+                let [replaced, ours] = [fs::symlink_metadata(&new), file.metadata()];
+                if FileId::from(&replaced.map_err(failure)?) != FileId::from(&ours.map_err(failure)?) {
                     // The device was detached, and its name attached again, since the file was opened. Undo
                     // the exchange: the options of the new device must stay.
                     let _ = renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE);
@@ -377,22 +365,37 @@ impl StateDir {
             }
         }
     }
+}
 
-    /// Implements `Claim::write_options`. Only the daemon calls this, before it has clients.
-    pub(super) fn write_options(
-        &self,
-        name: &str,
-        path: &str,
-        options: &Record,
-        ublk: Option<u64>,
-    ) -> Outcome<u64> {
-        let failure = |e: io::Error| Failure::new(format!("{}: {e}", self.file(name, ".options").display()));
+/// Only the owner of a name writes these files, except `NAME.options` once the device has clients.
+impl Claim {
+    /// Replaces the state file atomically, and returns it open for writing.
+    pub fn write_state(&self, state: &impl Serialize) -> Outcome<File> {
+        let failed = |e| Failure::new(format!("state file {}: {e}", self.file(".json").display()));
+        self.replace(".json", state, STATE_MODE).map_err(failed)
+    }
+
+    /// Records the [`owner`](blkq::Driver::owner) of this daemon's image, or that there is none. Must be called before
+    /// the first client connects.
+    pub fn write_owner(&self, owner: Option<&str>) -> Outcome {
+        let written = match owner {
+            Some(owner) => self.replace(OWNER, &owner, 0o600).map(drop),
+            None => remove(&self.file(OWNER)),
+        };
+        written.map_err(|e| Failure::new(format!("{}: {e}", self.file(OWNER).display())))
+    }
+
+    /// Records that the device is attached to the image at `path` with `options`, and that its block device, if it has
+    /// one, has the cookie `ublk`. Returns the number of the image. Must be called before the first client connects.
+    pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
+        let (dir, name) = (self.dir(), self.name());
         // A command may be adding an image at the same time.
-        let _lock = self.lock_options(name).map_err(failure)?;
+        let failed = |e| Failure::new(format!("{}: {e}", self.file(OPTIONS).display()));
+        let _lock = dir.lock_options(name).map_err(failed)?;
         // A file without a current image belongs to another device: `NAME.json` is missing, or of an older
         // version that wrote no `NAME.options`.
-        let current = self.read_state(name).and_then(|state| state.number);
-        let before = current.and_then(|_| self.read_options(name).ok());
+        let current = dir.read_state(name).and_then(|state| state.number);
+        let before = current.and_then(|_| dir.read_options(name).ok());
         let has_backing = before.as_ref().is_none_or(|before| before.has_backing);
         let mut served = before.iter().flat_map(|before| &before.images);
         let same = served.find(|image| Some(image.number) == current && image.path == path);
@@ -411,21 +414,14 @@ impl StateDir {
         file.ublk = ublk;
         let number = file.next_number();
         file.add(ImageEntry { number, ..entry }, current);
-        let new = self.file(name, ".options.new");
-        let written = write_new(&new, &file, 0o600);
-        let written = written.and_then(|_| fs::rename(&new, self.file(name, ".options")));
-        written.map_err(failure)?;
-        Ok(number)
+        self.replace(OPTIONS, &file, 0o600).map(|_| number).map_err(failed)
     }
 
-    /// Replaces the state file of a device atomically, and returns it open for writing. Only the daemon of
-    /// the device calls this.
-    pub fn write_state(&self, name: &str, state: &impl Serialize) -> Outcome<File> {
-        let path = self.file(name, ".json");
-        let new = self.file(name, ".json.new");
-        let failure = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
-        let written = write_new(&new, state, STATE_MODE);
-        written.and_then(|file| fs::rename(&new, &path).map(|()| file)).map_err(failure)
+    /// Replaces a file atomically.
+    fn replace(&self, suffix: &str, value: &impl Serialize, mode: u32) -> io::Result<File> {
+        let new = self.file(&format!("{suffix}.new"));
+        let file = write_new(&new, value, mode)?;
+        fs::rename(&new, self.file(suffix)).map(|()| file)
     }
 }
 
@@ -440,10 +436,6 @@ pub(crate) fn json_line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     text.push(b'\n');
     Ok(text)
-}
-
-fn is_same_file(one: &fs::Metadata, other: &fs::Metadata) -> bool {
-    (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
 /// Writes a file that the caller then renames over another one.
@@ -497,7 +489,8 @@ mod tests {
     #[test]
     fn a_state_file_is_whole_when_it_becomes_shorter() {
         let dir = scratch("overwrite");
-        let file = dir.write_state("a", &"a long one").unwrap();
+        let claim = dir.claim("a").unwrap();
+        let file = claim.write_state(&"a long one").unwrap();
         let path = dir.file("a", ".json");
         for state in ["short", "one that is longer than the first"] {
             overwrite_state(&file, &state).unwrap();
@@ -510,12 +503,13 @@ mod tests {
     #[test]
     fn an_image_is_found_by_its_number() {
         let dir = scratch("options");
+        let claim = dir.claim("a").unwrap();
         assert_eq!(dir.read_state("a"), None);
         let (first, second) = (record("/first"), record("/second"));
-        assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0));
+        assert_eq!(claim.write_options("/first", &first, None), Ok(0));
         assert_eq!(dir.read_state("a"), None, "its daemon was killed early");
-        let file = dir.write_state("a", &daemon_state(0)).unwrap();
-        assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0), "the entry exists");
+        let file = claim.write_state(&daemon_state(0)).unwrap();
+        assert_eq!(claim.write_options("/first", &first, None), Ok(0), "the entry exists");
         assert_eq!(dir.next_image("a"), Some(1));
         let backing = vec![RecordedBacking { file: FileId::of(&dir.0).unwrap(), qcow2: true }];
         dir.add_image("a", 1, "/second", &second, backing.clone()).unwrap();
@@ -525,7 +519,7 @@ mod tests {
         assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon has not switched");
         overwrite_state(&file, &daemon_state(1)).unwrap();
         assert_eq!(image(), Some(("/second".to_owned(), Some(second.clone()))));
-        assert_eq!(dir.write_options("a", "/second", &second, None), Ok(1), "the next daemon");
+        assert_eq!(claim.write_options("/second", &second, None), Ok(1), "the next daemon");
         assert_eq!(dir.read_state("a").unwrap().backing, Some(backing));
         // The image that the device serves stays, no matter how many commands were killed.
         for number in 2..200 {
@@ -544,9 +538,10 @@ mod tests {
     #[test]
     fn an_older_program_still_reads_its_options_file() {
         let dir = scratch("options-older");
+        let claim = dir.claim("a").unwrap();
         let first = record("/first");
-        dir.write_options("a", "/first", &first, None).unwrap();
-        dir.write_state("a", &daemon_state(0)).unwrap();
+        claim.write_options("/first", &first, None).unwrap();
+        claim.write_state(&daemon_state(0)).unwrap();
         let path = dir.file("a", ".options");
         let mut file: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(file["has_backing"], json!(true));
@@ -554,7 +549,7 @@ mod tests {
         fs::write(&path, file.to_string()).unwrap();
         let backing = RecordedBacking { file: FileId::of(&dir.0).unwrap(), qcow2: true };
         dir.add_image("a", 1, "/second", &record("/second"), vec![backing]).unwrap();
-        dir.write_options("a", "/first", &first, Some(3)).unwrap();
+        claim.write_options("/first", &first, Some(3)).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(
             text.contains("/second") && text.contains("\"ublk\":3") && !text.contains("backing\""),
@@ -595,9 +590,10 @@ mod tests {
     #[test]
     fn no_image_is_lost_and_no_number_is_given_twice() {
         let dir = scratch("options-race");
+        let claim = dir.claim("a").unwrap();
         let first = record("/first");
-        dir.write_options("a", "/first", &first, None).unwrap();
-        dir.write_state("a", &daemon_state(0)).unwrap();
+        claim.write_options("/first", &first, None).unwrap();
+        claim.write_state(&daemon_state(0)).unwrap();
         let mut added: Vec<u64> = std::thread::scope(|scope| {
             let commands = [0; 2].map(|_| {
                 scope.spawn(|| {
@@ -611,7 +607,7 @@ mod tests {
                     (0..20).filter_map(add).collect::<Vec<_>>()
                 })
             });
-            let daemons = (0..20).map(|_| dir.write_options("a", "/third", &first, None).unwrap());
+            let daemons = (0..20).map(|_| claim.write_options("/third", &first, None).unwrap());
             let of_daemons: Vec<_> = daemons.collect();
             commands.into_iter().flat_map(|command| command.join().unwrap()).chain(of_daemons).collect()
         });
@@ -625,8 +621,9 @@ mod tests {
     #[test]
     fn a_hostile_state_file_has_no_options() {
         let dir = scratch("hostile");
+        let claim = dir.claim("a").unwrap();
         let first = record("/first");
-        dir.write_options("a", "/first", &first, Some(9)).unwrap();
+        claim.write_options("/first", &first, Some(9)).unwrap();
         let path = dir.file("a", ".json");
         let hostile = json!({
             "name": "b", "pid": 7, "image": "/etc/shadow", "exports": [], "settings": {},
@@ -647,7 +644,7 @@ mod tests {
             (json!({"pid": 7, "image": 0, "exports": [], "settings": {"depth": ["1"]}}), false),
             (json!([]), false),
         ] {
-            dir.write_state("a", &state).unwrap();
+            claim.write_state(&state).unwrap();
             let read = dir.read_state("a").unwrap();
             assert_eq!((read.name.as_str(), read.attach_options.is_some()), ("a", is_read), "{state}");
             assert!(read.attach_options.is_none_or(|record| record == first), "{state}");
@@ -667,8 +664,8 @@ mod tests {
         );
         assert_eq!(dir.next_image("a"), None);
         // The next daemon is of the current version.
-        assert_eq!(dir.write_options("a", "/old", &record("/old"), None), Ok(0));
-        dir.write_state("a", &daemon_state(0)).unwrap();
+        assert_eq!(claim.write_options("/old", &record("/old"), None), Ok(0));
+        claim.write_state(&daemon_state(0)).unwrap();
         assert_eq!(dir.read_state("a").unwrap().image, "/old");
         fs::remove_dir_all(&dir.0).unwrap();
     }

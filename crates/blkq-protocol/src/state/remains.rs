@@ -1,18 +1,20 @@
 //! Inspects a device whose daemon does not answer. Nothing is changed, and no lock is taken: a command that
 //! only reads must not block others that claim the name.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::dying::ProcessState::{Running, Stopped};
 use super::files::read_bounded;
+use super::upgrade::OWNER_BYTE;
 use super::{OLD_LOG, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
 use crate::system::if_exists;
+use crate::system::record_lock::is_byte_locked;
 
 const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.
@@ -75,11 +77,9 @@ impl Remains {
 
 impl StateDir {
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
-        let lock = self.file(name, ".lock");
-        let owns = |pid| matches!(ProcessState::of(pid), Running | Stopped) && has_open(pid, &lock);
-        let owner = match self.lock_owner(name, owns)? {
-            LockOwner::NoLock => return Ok(Found::Nothing),
-            LockOwner::Running(pid) => {
+        let owner = match self.owner(name)? {
+            None => return Ok(Found::Nothing),
+            Some(Owner::Running(pid)) => {
                 let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
                 let hint = pid.filter(|_| !self.control_socket(name).exists()).map(|pid| {
                     format!("; if the control socket was removed, run `kill {pid}` to detach the device")
@@ -87,7 +87,7 @@ impl StateDir {
                 let hint = hint.unwrap_or_default();
                 return Ok(Found::Busy(format!("starting or stopping{process}{hint}")));
             }
-            LockOwner::Exited(pid) => pid,
+            Some(Owner::Exited(pid)) => pid,
         };
         let log = self.last_log(name);
         let log_lines = last_lines(&log).unwrap_or_default();
@@ -133,34 +133,42 @@ impl StateDir {
         if !log.exists() && old.exists() { old } else { log }
     }
 
-    /// Finds out who has the lock of `name`. `owns` checks whether a process runs and has the lock file open.
-    ///
-    /// A daemon that is detached removes its lock file before it exits, and may do so after the file was read here. Only
-    /// a lock file that still exists once its process has exited belongs to a daemon that died.
-    fn lock_owner(&self, name: &str, owns: impl Fn(u32) -> bool) -> Outcome<LockOwner> {
-        let lock = self.file(name, ".lock");
-        let failed = |e: io::Error| Failure::new(format!("cannot read {}: {e}", lock.display()));
-        let read = || if_exists(fs::read(&lock)).map_err(failed);
-        let mut found = read()?;
-        loop {
-            let Some(owner) = found else { return Ok(LockOwner::NoLock) };
-            let pid = String::from_utf8_lossy(&owner).trim().parse::<u32>().ok();
-            if owner.is_empty() || pid.is_some_and(&owns) {
-                return Ok(LockOwner::Running(pid));
-            }
-            found = read()?;
-            if found.as_ref() == Some(&owner) {
-                return Ok(LockOwner::Exited(pid));
+    /// `None` if no process has claimed the name.
+    fn owner(&self, name: &str) -> Outcome<Option<Owner>> {
+        let path = self.file(name, ".lock");
+        let failed = |e: io::Error| Failure::new(format!("cannot read {}: {e}", path.display()));
+        while let Some(lock) = if_exists(File::open(&path)).map_err(failed)? {
+            if let Some(owner) = Owner::of(&lock).map_err(failed)? {
+                return Ok(Some(owner));
             }
         }
+        Ok(None)
     }
 }
 
-enum LockOwner {
-    NoLock,
-    /// The process; `None` if it has not written its ID yet.
+/// The process that has claimed a name, as far as it is known.
+#[derive(Debug)]
+enum Owner {
     Running(Option<u32>),
     Exited(Option<u32>),
+}
+
+impl Owner {
+    /// Returns `None` if the lock file has been removed since it was opened: a daemon that is detached removes the file
+    /// before it exits.
+    fn of(lock: &File) -> io::Result<Option<Owner>> {
+        let is_locked = is_byte_locked(lock, OWNER_BYTE);
+        let mut text = [0; 16];
+        let length = lock.read_at(&mut text, 0)?;
+        let pid = String::from_utf8_lossy(&text[..length]).trim().parse().ok();
+        // A killed process holds the lock until its I/O in flight has completed.
+        let is_killed = || pid.is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
+        // The owner of an empty file has not locked the byte yet.
+        if length == 0 || is_locked && !is_killed() {
+            return Ok(Some(Owner::Running(pid)));
+        }
+        Ok((lock.metadata()?.nlink() > 0).then_some(Owner::Exited(pid)))
+    }
 }
 
 /// The message for a command that needs the name of an orphan, or a running daemon.
@@ -190,17 +198,6 @@ pub(crate) fn quote_last_line(line: &str) -> String {
     if line.is_empty() { "empty log".to_owned() } else { format!("last log line: {line}") }
 }
 
-/// Whether the process is running and has `path` open. True if this process is not permitted to find out.
-fn has_open(process: u32, path: &std::path::Path) -> bool {
-    // The kernel reports paths without symbolic links, and the state directory may be reached through one. If the file
-    // was removed meanwhile, no process is found, as it should be.
-    let path = path.canonicalize().unwrap_or_default();
-    match fs::read_dir(format!("/proc/{process}/fd")) {
-        Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
-        Err(e) => e.kind() == io::ErrorKind::PermissionDenied,
-    }
-}
-
 pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
     let mut file = File::open(log)?;
     let from = file.metadata()?.len().saturating_sub(TAIL_BYTES);
@@ -214,6 +211,8 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::harness::scratch;
 
@@ -232,22 +231,18 @@ mod tests {
     #[test]
     fn a_daemon_that_exits_cleanly_meanwhile_did_not_die() {
         let dir = scratch("exits-cleanly");
-        let lock = dir.file("a", ".lock");
-        fs::write(&lock, "7\n").unwrap();
-        let exit_cleanly = |_| {
-            fs::remove_file(&lock).unwrap();
-            false
-        };
-        assert!(matches!(dir.lock_owner("a", exit_cleanly), Ok(LockOwner::NoLock)));
+        let claim = dir.claim("a").unwrap();
+        let lock = File::open(dir.file("a", ".lock")).unwrap();
+        let own = std::process::id();
+        assert!(matches!(Owner::of(&lock), Ok(Some(Owner::Running(Some(pid)))) if pid == own));
+        drop(claim);
+        assert!(matches!(Owner::of(&lock), Ok(None)));
+        assert!(matches!(dir.owner("a"), Ok(None)));
 
-        fs::write(&lock, "7\n").unwrap();
-        let attach_again = |pid| {
-            fs::write(&lock, "8\n").unwrap();
-            pid == 8
-        };
-        assert!(matches!(dir.lock_owner("a", attach_again), Ok(LockOwner::Running(Some(8)))));
-
-        assert!(matches!(dir.lock_owner("a", |_| false), Ok(LockOwner::Exited(Some(8)))));
+        fs::write(dir.file("a", ".lock"), "8\n").unwrap();
+        assert!(matches!(dir.owner("a"), Ok(Some(Owner::Exited(Some(8))))));
+        fs::write(dir.file("a", ".lock"), "").unwrap();
+        assert!(matches!(dir.owner("a"), Ok(Some(Owner::Running(None)))));
         fs::remove_dir_all(&dir.0).unwrap();
     }
 }

@@ -1,4 +1,5 @@
-//! The lock that allows one command at a time to replace the daemon of a device.
+//! The locks on bytes of `NAME.lock`. A process can find out whether they are held without acquiring them, unlike the
+//! flock(2) lock on the file, which makes the claim exclusive also for older versions.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,6 +13,9 @@ use crate::system::record_lock::{is_byte_locked, lock_byte};
 const UPGRADE_BYTE: usize = 0;
 /// The byte that is locked as well if only the next daemon may claim the name.
 const RESERVED_BYTE: usize = 1;
+/// The byte that is locked as long as the name is claimed. Older versions do not lock it: while a daemon of an older
+/// version starts or stops, its device looks as if the daemon had died.
+pub(super) const OWNER_BYTE: usize = 2;
 
 impl StateDir {
     /// Locks the device for a handover to another daemon, until the returned file is closed or this process
