@@ -574,7 +574,7 @@ fn an_attach_waits_for_a_killed_user_of_the_image_only() {
     let daemon = u32::try_from(place.pid("a")).unwrap();
     let whole = blkq_protocol::info::Window { offset: 0, size_limit: None };
     let has_user =
-        |process| blkq_daemon::device::lock_holders::has_running_holder(&[process], image.as_ref(), whole);
+        |process| blkq_daemon::device::lock_holders::has_running_holder(vec![process], image.as_ref(), whole);
     assert!(has_user(daemon), "the attach must not wait for this daemon");
     assert!(!has_user(std::process::id()), "another program may release the image soon");
     assert!(place.refused(&["attach", &image, "--name", "b"]).contains("by the device a"));

@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use blkq_protocol::info::{FileId, StateFile, Window};
-use blkq_protocol::state::{ProcessState, StateDir};
+use blkq_protocol::state::{Found, ProcessState, StateDir};
 
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
@@ -18,56 +18,55 @@ pub struct Holders {
 
 /// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see.
 pub fn holders_of(dir: &StateDir, path: &Path, window: Window) -> Option<Holders> {
-    let file = FileId::of(path)?;
-    let holders = holders(path, file, window);
-    // The daemons are not asked: one that is starting may be the process that calls this.
-    let names = dir.names().unwrap_or_default();
-    let states: Vec<StateFile> = names.iter().filter_map(|name| dir.read_state(name)).collect();
-    let serves = |state: &&StateFile| match holders.is_empty() {
-        // The kernel hides the locks of other users' processes. Then a recorded device whose process exists
-        // is assumed to be the holder.
+    let file = FileId::of(path);
+    let holders = holders(numbers("/proc"), path, window);
+    let states = states(dir).into_iter().filter(|state| match holders.is_empty() {
+        // The kernel hides the locks of other users' processes. Then a recorded device that has a daemon is assumed to
+        // be the holder.
         true => {
-            FileId::of(state.image_path()) == Some(file)
-                && Path::new("/proc").join(state.pid.to_string()).exists()
+            file.is_some()
+                && FileId::of(state.image_path()) == file
+                && matches!(dir.inspect(&state.name), Ok(Found::Busy(_)))
         }
         false => holders.contains(&state.pid),
-    };
-    let devices: Vec<&StateFile> = states.iter().filter(serves).collect();
-    if !devices.is_empty() {
-        let is_raw = |state: &&StateFile| {
-            let options = state.attach_options.as_ref().and_then(|record| record.read().ok());
-            options.is_none_or(|options| !options.is_qcow2())
-        };
-        let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
-        let can_share = devices.iter().all(is_raw);
-        let device = if names.len() == 1 { "device" } else { "devices" };
-        return Some(Holders { text: format!("by the {device} {}", names.join(", ")), can_share });
+    });
+    let (mut names, mut can_share) = (Vec::new(), true);
+    for state in states {
+        let options = state.attach_options.and_then(|record| record.read().ok());
+        can_share &= options.is_none_or(|options| !options.is_qcow2());
+        names.push(state.name);
     }
     let process = |pid: &u32| {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         format!("process {pid} ({})", name.trim())
     };
-    let processes: Vec<String> = holders.iter().map(process).collect();
-    let text = format!("by {}", processes.join(", "));
-    (!processes.is_empty()).then_some(Holders { text, can_share: true })
+    let text = match (&names[..], &holders[..]) {
+        ([], []) => return None,
+        ([], holders) => holders.iter().map(process).collect::<Vec<_>>().join(", "),
+        ([name], _) => format!("the device {name}"),
+        (names, _) => format!("the devices {}", names.join(", ")),
+    };
+    Some(Holders { text: format!("by {text}"), can_share })
+}
+
+/// The daemons are not asked: one that is starting may be the process that calls this.
+fn states(dir: &StateDir) -> Vec<StateFile> {
+    dir.names().unwrap_or_default().iter().filter_map(|name| dir.read_state(name)).collect()
 }
 
 /// Whether a process holds locks on these bytes of the image at `path`, as far as this user can see.
 pub fn has_holder(path: &Path, window: Window) -> bool {
-    FileId::of(path).is_some_and(|file| !holders(path, file, window).is_empty())
+    !holders(numbers("/proc"), path, window).is_empty()
 }
 
 pub fn daemons(dir: &StateDir) -> Vec<u32> {
-    let names = dir.names().unwrap_or_default();
-    names.iter().filter_map(|name| Some(dir.read_state(name)?.pid)).collect()
+    states(dir).iter().map(|state| state.pid).collect()
 }
 
 /// Whether one of `processes` is running and has locked these bytes of the image at `path`, as far as this user can
 /// see. A killed process is not a running one: the kernel releases its locks soon.
-pub fn has_running_holder(processes: &[u32], path: &Path, window: Window) -> bool {
-    let Some(file) = FileId::of(path) else { return false };
-    let is_holder = holder_check(path, file, window);
-    processes.iter().any(|pid| is_holder(*pid) && ProcessState::of(*pid) != ProcessState::Dying)
+pub fn has_running_holder(processes: Vec<u32>, path: &Path, window: Window) -> bool {
+    holders(processes, path, window).iter().any(|pid| ProcessState::of(*pid) != ProcessState::Dying)
 }
 
 /// Whether the block device at `path` is mounted, or part of another block device.
@@ -84,21 +83,13 @@ pub fn is_mounted(path: &Path) -> bool {
         || holders.is_ok_and(|mut holders| holders.next().is_some())
 }
 
-/// The other processes that hold locks on bytes of `window` of the file, sorted.
-fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
-    let mut processes = numbers("/proc");
-    let is_holder = holder_check(path, file, window);
-    processes.retain(|pid| is_holder(*pid));
-    processes.sort_unstable();
-    processes
-}
-
-/// Returns a function that checks whether a process, which is not this one, holds a lock on bytes of `window` of the
-/// file. /proc/locks names no owner of an open file description lock, so the fdinfo of each open file is read instead.
-fn holder_check(path: &Path, file: FileId, window: Window) -> impl Fn(u32) -> bool {
-    let path = path.canonicalize().unwrap_or_default();
-    let own = std::process::id();
-    let has_lock = move |pid: u32| {
+/// Those of `processes` that hold locks on bytes of `window` of the file, sorted, without this process. The fdinfo of each
+/// open file is read, because nothing else names the owner: the locks belong to open file descriptions, for which neither
+/// `F_OFD_GETLK` nor /proc/locks reports a process.
+fn holders(mut processes: Vec<u32>, path: &Path, window: Window) -> Vec<u32> {
+    let Some(file) = FileId::of(path) else { return Vec::new() };
+    let (path, own) = (path.canonicalize().unwrap_or_default(), std::process::id());
+    let has_lock = |pid: u32| {
         numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
             let mut locks = info.lines().filter_map(Lock::parse);
@@ -112,7 +103,9 @@ fn holder_check(path: &Path, file: FileId, window: Window) -> impl Fn(u32) -> bo
             })
         })
     };
-    move |pid| pid != own && has_lock(pid)
+    processes.retain(|pid| *pid != own && has_lock(*pid));
+    processes.sort_unstable();
+    processes
 }
 
 fn numbers(directory: &str) -> Vec<u32> {
