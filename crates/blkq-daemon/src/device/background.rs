@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
+use blkq::Disk;
 use blkq::disk::AutoLimiter;
-use blkq::throttle::LimitMode;
-use blkq::{Disk, EngineHandle};
+use blkq::sync::lock;
+use blkq::throttle::{LimitMode, Member};
 use blkq_protocol::failure::Outcome;
-use blkq_protocol::group::GroupWatch;
+use blkq_protocol::group::{GroupWatch, Joined};
 use blkq_protocol::options::AttachOptions;
 
-use super::meter::Meter;
 use super::running::Running;
 use crate::hangs::HangWatch;
 use crate::log;
@@ -21,38 +21,34 @@ pub(super) struct BackgroundThreads {
     wants_auto_limit: bool,
     pub(super) hangs: HangWatch,
     pub(super) metrics: Option<Endpoint>,
-    pub(super) group: Option<GroupWatch>,
+    group_watch: Option<GroupWatch>,
 }
 
 impl BackgroundThreads {
     pub(super) fn new(
         options: &AttachOptions,
-        disk: &Arc<Disk>,
-        engines: Vec<EngineHandle>,
+        hangs: HangWatch,
         metrics: Option<Endpoint>,
-        group: Option<GroupWatch>,
+        group_watch: Option<GroupWatch>,
     ) -> BackgroundThreads {
-        BackgroundThreads {
-            auto_limit: None,
-            wants_auto_limit: options.limit == LimitMode::Auto,
-            hangs: HangWatch::new(disk.clone(), engines, options.hang_warning),
-            metrics,
-            group,
-        }
+        let wants_auto_limit = options.limit == LimitMode::Auto;
+        BackgroundThreads { auto_limit: None, wants_auto_limit, hangs, metrics, group_watch }
     }
 
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
-    pub(super) fn start(&mut self, running: &Running, meter: &Meter) -> Outcome {
+    pub(super) fn start(&mut self, running: &Arc<Running>) -> Outcome {
         self.hangs.start(log::line)?;
-        self.group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
+        self.group_watch.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
         if std::mem::take(&mut self.wants_auto_limit) {
             self.auto_limit = Some(AutoLimiter::start(&running.disk)?);
         }
         if let Some(vhost) = &running.servers.vhost {
             vhost.serve()?;
         }
-        let meter = meter.clone();
-        self.metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
+        // The thread must not keep the device from stopping.
+        let running = Arc::downgrade(running);
+        let sample = move || Some(running.upgrade()?.sample());
+        self.metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(sample))
     }
 
     /// Changes the rate limits of `disk`, and starts or stops the search for its ceiling. Fails if a thread
@@ -66,5 +62,25 @@ impl BackgroundThreads {
             self.auto_limit = Some(AutoLimiter::start(disk)?);
         }
         Ok(())
+    }
+
+    /// The device leaves its previous group. If the thread of the group cannot be started, the device is in no group.
+    pub(super) fn join_group(&mut self, running: &Running, joined: Joined, member: Member) -> Outcome {
+        let Running { disk, group, .. } = running;
+        let mut watch = GroupWatch::new(&joined, &member, disk.clone());
+        // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
+        // stop before the disk gets a member of another group.
+        self.group_watch = None;
+        disk.join_group(member);
+        *lock(group) = Some(joined);
+        watch.start(log::line).inspect_err(|_| self.leave_group(running))?;
+        self.group_watch = Some(watch);
+        Ok(())
+    }
+
+    pub(super) fn leave_group(&mut self, running: &Running) {
+        self.group_watch = None;
+        running.disk.leave_group();
+        *lock(&running.group) = None;
     }
 }

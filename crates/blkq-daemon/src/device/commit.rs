@@ -1,6 +1,6 @@
 //! Live block commit: copies the overlay into its backing file, then pivots the device to that file.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,8 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{CommitInfo, DaemonState};
 use blkq_protocol::options::Record;
 
-use super::running::Running;
-use super::snapshot::{check_outlives, log_broken, new_warnings};
-use super::{Device, Served, flush_unless_stopped};
+use super::running::{Running, new_warnings};
+use super::{Device, Permit, Served};
 use crate::log;
 
 /// Number of passes in which copying pauses while clients do I/O.
@@ -29,37 +28,27 @@ const LAST_PASS_MAX: Duration = Duration::from_secs(10);
 /// Assumed until a rate was measured, in bytes per second.
 const RATE_ASSUMED: f64 = 1e8;
 
-struct Stopping(BlockCommit);
-
-impl Drop for Stopping {
-    fn drop(&mut self) {
-        if let Err(error) = self.0.stop() {
-            log::line(&format!("warning: cannot restore the shared lock on the backing file: {error}"));
-        }
-    }
+/// Serializes the changes of a device. A block commit is a change that takes long: while it copies, it excludes only
+/// other changes of the image.
+#[derive(Default)]
+pub(super) struct Changes {
+    /// May be held while waiting for I/O.
+    changing: Mutex<()>,
+    /// The block commit in progress.
+    commit: Mutex<Option<CommitInfo>>,
 }
 
-/// Publishes the progress of the device's block commit until it is dropped.
-struct Reported<'a>(&'a Device);
-
-impl Reported<'_> {
-    fn note(&self, (copied_bytes, total_bytes): (u64, u64)) {
-        if let Some(commit) = &mut *lock(&self.0.commit) {
-            (commit.copied_bytes, commit.total_bytes) = (copied_bytes, total_bytes);
-        }
+impl Changes {
+    /// Waits for a change in progress, and excludes others until the returned guard is dropped. Fails as `permit` does,
+    /// which is called when no other change is in progress: the client may have exited meanwhile.
+    pub(super) fn begin(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
+        let changing = lock(&self.changing);
+        permit().map(|()| changing)
     }
-}
 
-impl Drop for Reported<'_> {
-    fn drop(&mut self) {
-        *lock(&self.0.commit) = None;
-    }
-}
-
-impl Device {
     /// Refuses another change of the image while a block commit is in progress, and names its client.
-    pub fn check_not_changed(&self) -> Outcome {
-        match &*lock(&self.commit) {
+    pub(super) fn check_no_commit(&self) -> Outcome {
+        match self.commit() {
             None => Ok(()),
             Some(CommitInfo { by, .. }) => Err(Failure::new(format!(
                 "a block commit by {by} is in progress; wait for it, or stop that process"
@@ -67,60 +56,86 @@ impl Device {
         }
     }
 
-    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
-    pub fn check_committable(&self) -> Outcome {
-        commit_source(&*self.running()?)?;
-        self.check_not_changed()
+    /// The block commit in progress.
+    pub(super) fn commit(&self) -> Option<CommitInfo> {
+        lock(&self.commit).clone()
     }
 
-    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
-    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
-    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
-    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
-    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
-    /// a failure, the device continues with the overlay.
-    pub fn commit<G>(
-        &self,
+    #[cfg(test)]
+    pub(super) fn is_changing(&self) -> bool {
+        self.changing.try_lock().is_err()
+    }
+}
+
+/// A block commit in progress, which ends when this is dropped.
+pub(super) struct Commit<'a> {
+    device: &'a Device,
+    running: &'a Arc<Running>,
+    commit: BlockCommit,
+    /// The driver of the overlay.
+    top: Arc<dyn Driver>,
+    /// The image after the pivot.
+    next: Served,
+    stop: &'a dyn Fn() -> Outcome,
+    /// Number of passes so far.
+    passes: u32,
+}
+
+impl Drop for Commit<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.commit.stop() {
+            log::line(&format!("warning: cannot restore the shared lock on the backing file: {error}"));
+        }
+        *lock(&self.running.changes.commit) = None;
+    }
+}
+
+impl<'a> Commit<'a> {
+    /// Begins what `Device::commit` does.
+    pub(super) fn begin(
+        device: &'a Device,
+        running: &'a Arc<Running>,
         files: BaseFiles,
         number: u64,
         client: &str,
-        stop: &dyn Fn() -> Outcome,
+        stop: &'a dyn Fn() -> Outcome,
+    ) -> Outcome<Commit<'a>> {
+        running.check_not_held()?;
+        // From here on, either another change has completed, or it is refused because this one is published.
+        let _changing = lock(&running.changes.changing);
+        let top = running.disk.driver();
+        let source = source(running)?;
+        let next = next_image(device, running, source.base(), number)?;
+        running.changes.check_no_commit()?;
+        let size = running.disk.limits().size_bytes();
+        let begun = source.begin(files, device.journals.as_deref());
+        let commit = begun.map_err(|e| not_begun(e, size))?;
+        let (into, by) = (next.image.clone(), client.to_owned());
+        *lock(&running.changes.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
+        let commit = Commit { device, running, commit, top, next, stop, passes: 0 };
+        prepare(running, commit.commit.driver()?)?;
+        Ok(commit)
+    }
+
+    /// Copies the overlay, and pivots the device to the backing file.
+    pub(super) fn run<G>(
+        mut self,
         last: impl Fn() -> Outcome<Option<G>>,
         save: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Committed> {
-        let running = self.running()?;
-        self.check_not_held()?;
-        let (top, served, reported, mut commit);
-        {
-            // From here on, either another change has completed, or it is refused because this one is
-            // published.
-            let _changing = lock(&self.changing);
-            top = running.disk.driver();
-            let source = commit_source(&running)?;
-            served = self.served_in(&running, source.base(), number)?;
-            self.check_not_changed()?;
-            let (into, by) = (served.image.clone(), client.to_owned());
-            *lock(&self.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
-            reported = Reported(self);
-            let size = running.disk.limits().size_bytes();
-            let journals = self.journals.as_deref();
-            let begun = source.begin(files, journals);
-            commit = Stopping(begun.map_err(|e| not_begun(e, size))?);
-            prepare(&running, commit.0.driver()?)?;
-        }
-        let commit = &mut commit.0;
-        commit.count(stop)?;
-        let mut rounds = 0;
+        let (device, running) = (self.device, self.running);
+        self.commit.count(self.stop)?;
         loop {
-            let most = copy_passes(&running, commit, &reported, stop, &mut rounds)?;
-            let changing = lock(&self.changing);
-            self.check_not_held()?;
-            let state = DaemonState { image: number, ..self.state()? };
-            let emptied = self.image();
+            let most = self.copy_passes()?;
+            let changing = lock(&running.changes.changing);
+            running.check_not_held()?;
+            let state = DaemonState { image: self.next.number, ..device.state()? };
+            let emptied = device.image();
             let exchange = running.disk.begin_exchange()?;
-            if !Arc::ptr_eq(&running.disk.driver(), &top) {
+            if !Arc::ptr_eq(&running.disk.driver(), &self.top) {
                 return Err(Failure::new("the device has switched to another image; try again"));
             }
+            let commit = &mut self.commit;
             // This must be checked before the overlay is emptied.
             exchange.check(commit.driver()?)?;
             let until = Instant::now() + 2 * most;
@@ -128,32 +143,73 @@ impl Device {
                 continue;
             }
             let Some(stage) = last()? else { continue };
-            let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
-            let warnings = new_warnings(commit.driver()?, &*top);
+            let (image, copied_bytes) = (self.next.image.clone(), commit.progress().0);
+            let warnings = new_warnings(commit.driver()?, &*self.top);
             running.replace(&exchange, commit.finish(|| save(&state))?.into())?;
-            *lock(&self.served) = served;
+            *lock(&device.served) = self.next.clone();
             drop(exchange);
             // The locks are released before the flush below, which may take long or hang: a forced stop must
             // not wait for it.
             drop((stage, changing));
-            log_broken(&running);
+            running.log_broken();
             commit.free();
             return Ok(Committed { image, emptied, copied_bytes, warnings });
         }
     }
 
-    fn served_in(&self, running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
-        let options = lock(&self.served).attach_options.as_ref().map(Record::read).transpose()?;
-        let unknown = "the attach options of this device are unknown; detach it and attach it again";
-        let options = options.ok_or_else(|| Failure::new(unknown))?;
-        let options =
-            options.committed_into(&base.path, base.qcow2, running.disk.limits().logical_block_bytes)?;
-        let attach_options = Some(Record::new(&options)?);
-        Ok(Served { image: base.path.display().to_string(), number, attach_options })
+    /// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that
+    /// time, which grows with the number of passes.
+    fn copy_passes(&mut self) -> Outcome<Duration> {
+        let Commit { running, commit, stop, passes, .. } = self;
+        let (mut copying, data_before) = (Duration::ZERO, commit.data_bytes());
+        loop {
+            let pass = *passes;
+            *passes += 1;
+            let (mut seen, before) = (activity(&running.disk), commit.data_bytes());
+            while commit.find(*stop, || running.flush_unless_stopped(*stop))? {
+                loop {
+                    stop()?;
+                    if let Some(info) = &mut *lock(&running.changes.commit) {
+                        (info.copied_bytes, info.total_bytes) = commit.progress();
+                    }
+                    let (begin, data) = (Instant::now(), commit.data_bytes());
+                    if !commit.copy()? {
+                        break;
+                    }
+                    let took = begin.elapsed();
+                    if commit.data_bytes() > data {
+                        copying += took;
+                    }
+                    let now = activity(&running.disk);
+                    if pass < THROTTLED_PASSES && now != seen {
+                        // Leave the clients as much time as the copy took.
+                        thread::sleep(took);
+                    }
+                    seen = now;
+                }
+            }
+            let begin = Instant::now();
+            commit.next_pass(*stop)?;
+            if commit.data_bytes() > before {
+                // A copy may only be in the page cache, so the time to make it durable counts, too.
+                copying += begin.elapsed();
+            }
+            let (copied, total) = commit.progress();
+            // Zeroes are not counted: they are much faster to copy, and the estimate would be too low for data.
+            let data = commit.data_bytes() - data_before;
+            let rate = match copying.as_secs_f64() {
+                seconds if seconds > 0.0 && data > 0 => data as f64 / seconds,
+                _ => RATE_ASSUMED,
+            };
+            let most = LAST_PASS.saturating_mul(1 << pass.min(16)).min(LAST_PASS_MAX);
+            if (total - copied) as f64 / rate <= most.as_secs_f64() {
+                return Ok(most);
+            }
+        }
     }
 }
 
-fn commit_source(running: &Running) -> Outcome<CommitSource> {
+pub(super) fn source(running: &Running) -> Outcome<CommitSource> {
     let image = running.image().ok_or_else(|| no_backing_file(running.disk.driver().name()))?;
     Ok(image.commit_source()?)
 }
@@ -161,7 +217,7 @@ fn commit_source(running: &Running) -> Outcome<CommitSource> {
 /// Refuses an unsuitable backing file, and reserves space in it for the device's dirty bitmaps.
 fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     running.disk.check_exchange(driver)?;
-    check_outlives(running, driver, None)?;
+    running.check_outlives(driver, None)?;
     check_keeps_bitmaps(&running.disk, driver)?;
     Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
@@ -181,58 +237,15 @@ fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
     })
 }
 
-/// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that
-/// time, which grows with `rounds`.
-fn copy_passes(
-    running: &Arc<Running>,
-    commit: &mut BlockCommit,
-    reported: &Reported<'_>,
-    stop: &dyn Fn() -> Outcome,
-    rounds: &mut u32,
-) -> Outcome<Duration> {
-    let (mut copying, data_before) = (Duration::ZERO, commit.data_bytes());
-    loop {
-        let pass = *rounds;
-        *rounds += 1;
-        let (mut seen, before) = (activity(&running.disk), commit.data_bytes());
-        while commit.find(stop, || flush_unless_stopped(running, stop))? {
-            loop {
-                stop()?;
-                reported.note(commit.progress());
-                let (begin, data) = (Instant::now(), commit.data_bytes());
-                if !commit.copy()? {
-                    break;
-                }
-                let took = begin.elapsed();
-                if commit.data_bytes() > data {
-                    copying += took;
-                }
-                let now = activity(&running.disk);
-                if pass < THROTTLED_PASSES && now != seen {
-                    // Leave the clients as much time as the copy took.
-                    thread::sleep(took);
-                }
-                seen = now;
-            }
-        }
-        let begin = Instant::now();
-        commit.next_pass(stop)?;
-        if commit.data_bytes() > before {
-            // A copy may only be in the page cache, so the time to make it durable counts, too.
-            copying += begin.elapsed();
-        }
-        let (copied, total) = commit.progress();
-        // Zeroes are not counted: they are much faster to copy, and the estimate would be too low for data.
-        let data = commit.data_bytes() - data_before;
-        let rate = match copying.as_secs_f64() {
-            seconds if seconds > 0.0 && data > 0 => data as f64 / seconds,
-            _ => RATE_ASSUMED,
-        };
-        let most = LAST_PASS.saturating_mul(1 << pass.min(16)).min(LAST_PASS_MAX);
-        if (total - copied) as f64 / rate <= most.as_secs_f64() {
-            return Ok(most);
-        }
-    }
+/// The image after the pivot to `base`.
+fn next_image(device: &Device, running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
+    let options = lock(&device.served).attach_options.as_ref().map(Record::read).transpose()?;
+    let unknown = "the attach options of this device are unknown; detach it and attach it again";
+    let options = options.ok_or_else(|| Failure::new(unknown))?;
+    let options =
+        options.committed_into(&base.path, base.qcow2, running.disk.limits().logical_block_bytes)?;
+    let attach_options = Some(Record::new(&options)?);
+    Ok(Served { image: base.path.display().to_string(), number, attach_options })
 }
 
 /// The reads, writes and discards that clients have begun.

@@ -129,7 +129,7 @@ fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Erro
     let DriverSpec::Image(path) = &options.image else { return false };
     match error.kind() {
         ErrorKind::Claimed => lock_holders::is_mounted(path),
-        _ => lock_holders::has_running_holder(&lock_holders::daemons(dir), path, Window::of(options)),
+        _ => lock_holders::has_running_holder(lock_holders::daemons(dir), path, Window::of(options)),
     }
 }
 

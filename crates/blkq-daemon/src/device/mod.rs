@@ -2,57 +2,58 @@
 
 mod access;
 mod background;
-mod bitmaps;
 mod commit;
 mod descriptors;
 mod disk;
-mod events;
 mod exports;
 mod facts;
 mod image;
 mod listen;
 pub mod lock_holders;
 mod memory_limits;
-mod meter;
 mod open;
 mod opened;
 mod persistent_bitmaps;
 mod preflight;
-mod rejections;
 mod running;
 mod saved_settings;
 mod servers;
 mod settings;
-mod snapshot;
-mod stop;
 mod trace;
 
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
 use blkq::units::format_bytes;
-use blkq::{ErrorKind, Resume};
-use blkq_drivers::qcow2::Journals;
+use blkq::{Driver, ErrorKind, Resume};
+use blkq_drivers::qcow2::{BaseFiles, Journals, Qcow2};
+use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
-use blkq_protocol::control::NewSize;
+use blkq_export::ublk::UblkDevice;
+use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::{CommitInfo, Confinement, DaemonState};
-use blkq_protocol::options::Record;
+use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
+use blkq_protocol::options::{AttachOptions, Record, Setting};
+use rustix::event::{EventfdFlags, eventfd};
 
+use crate::log;
 use crate::sandbox::{self, Needs};
 
-use background::BackgroundThreads;
-use meter::{Membership, Meter};
-use running::{Running, flush_unless_held, flush_unless_stopped, stopping};
-use saved_settings::DeviceSettings;
+use commit::Commit;
+use image::image_name;
+use running::{Running, new_warnings, stopping};
+use settings::LiveSettings;
+use trace::{DeviceTrace, Tracing};
 
-pub use events::{Events, take};
 pub use image::{absolute, with_ceph_files};
-pub use open::FLUSHES_IGNORED;
+pub use open::{FLUSHES_IGNORED, open, recover};
 pub use preflight::{check_successor, check_take_over, obstacles};
 pub use settings::Change;
 
@@ -60,17 +61,11 @@ pub use settings::Change;
 pub type Permit<'a> = &'a dyn Fn() -> Outcome;
 
 pub struct Device {
-    /// The first field, because fields are dropped in order: these threads stop before `running` does.
-    background: Mutex<Option<BackgroundThreads>>,
+    /// The first field, because fields are dropped in order: its threads stop before `running` does.
+    settings: LiveSettings,
     attached: Attached,
     served: Mutex<Served>,
-    meter: Meter,
     events: Events,
-    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
-    /// that disconnect after it was set count.
-    autoclear: AtomicBool,
-    settings: DeviceSettings,
-    group: Membership,
     certificates: Option<TlsCertificates>,
     journals: Option<Arc<Journals>>,
     /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
@@ -79,12 +74,7 @@ pub struct Device {
     confinement: Confinement,
     /// Whether the device has a block device of the kernel, as far as is known. The next daemon takes it over.
     has_block_device: AtomicBool,
-    /// Serializes changes of the device. May be held while waiting for I/O.
-    changing: Mutex<()>,
-    /// The block commit in progress.
-    commit: Mutex<Option<CommitInfo>>,
-    /// The process that traces the device.
-    traced_by: Mutex<Option<String>>,
+    tracing: Tracing,
     running: Mutex<Option<Arc<Running>>>,
 }
 
@@ -107,6 +97,42 @@ struct Served {
     attach_options: Option<Record>,
 }
 
+/// Nonblocking eventfds for which the daemon of a device polls.
+pub struct Events {
+    /// The last client has disconnected, whether or not the device detaches with it.
+    pub idle: Arc<OwnedFd>,
+    /// The kernel rejected a command of the block device's queues.
+    pub failure: Arc<OwnedFd>,
+    /// The size of the image may have changed.
+    pub size: Arc<OwnedFd>,
+    /// A client was rejected or disconnected.
+    pub rejection: Arc<OwnedFd>,
+}
+
+impl Events {
+    /// `idle` comes from [`new_event`]. Fails if no file descriptor is left.
+    fn new(idle: Arc<OwnedFd>, driver: &dyn Driver) -> Outcome<Events> {
+        let size = match driver.size_event() {
+            Some(event) => {
+                let cloned = event.try_clone_to_owned();
+                Arc::new(cloned.map_err(|e| Failure::new(format!("cannot duplicate an eventfd: {e}")))?)
+            }
+            None => new_event()?,
+        };
+        Ok(Events { idle, failure: new_event()?, size, rejection: new_event()? })
+    }
+}
+
+fn new_event() -> Outcome<Arc<OwnedFd>> {
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))
+}
+
+/// A failed read is ignored: another thread may have reset the event.
+pub fn take(event: impl AsFd) {
+    let _ = rustix::io::read(event, &mut [0; 8]);
+}
+
 impl Device {
     pub fn events(&self) -> &Events {
         &self.events
@@ -114,7 +140,7 @@ impl Device {
 
     /// `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
-        self.meter.statistics()
+        Some(self.running().ok()?.statistics())
     }
 
     /// Confines this thread and the threads that it creates from now on, unless the user disabled the
@@ -136,8 +162,7 @@ impl Device {
 
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
-        let running = self.running()?;
-        lock(&self.background).as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
+        self.settings.start_threads(&self.running()?)
     }
 
     /// `blkq show` prints the warning until the daemon exits.
@@ -156,7 +181,7 @@ impl Device {
 
     /// Whether the device detaches with its last client.
     pub fn is_autoclear(&self) -> bool {
-        self.autoclear.load(SeqCst)
+        self.settings.is_autoclear()
     }
 
     /// Whether a block device of the kernel survives this process.
@@ -178,15 +203,8 @@ impl Device {
     /// Why the block device lost a tag, if it has. Then only another daemon can answer the requests of the
     /// device.
     pub fn take_failure(&self) -> Option<Failure> {
-        events::take(&self.events.failure);
+        take(&self.events.failure);
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
-    }
-
-    /// Locks `changing` for a client, who may have exited while another change was in progress. Fails as `permit` does,
-    /// which is called when no other change is in progress.
-    fn begin_change_if(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
-        let changing = lock(&self.changing);
-        permit().map(|()| changing)
     }
 
     /// Affects clients that connect from now on. Returns the directory, or `None` if there are no
@@ -213,7 +231,7 @@ impl Device {
             pid: std::process::id(),
             image: lock(&self.served).number,
             exports: running.exports(),
-            settings: self.settings.changed(),
+            settings: self.settings.saved.changed(),
         })
     }
 
@@ -223,8 +241,8 @@ impl Device {
         let running = self.running()?;
         // This keeps other changes away until the new size is in effect: another resize, which could make
         // this a shrink, and a block commit.
-        let _changing = self.begin_change_if(permit)?;
-        self.check_not_changed()?;
+        let _changing = running.changes.begin(permit)?;
+        running.changes.check_no_commit()?;
         if let Some(ublk) = &running.ublk {
             let again = "detach the device and attach it again";
             ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;
@@ -261,19 +279,201 @@ impl Device {
         Ok(self.running()?.disk.resume(how))
     }
 
-    /// Fails while requests are held after I/O errors.
-    pub fn check_not_held(&self) -> Outcome {
-        match self.running()?.disk.held() {
-            0 => Ok(()),
-            held => Err(Failure::held(held)),
-        }
-    }
-
     /// Fails if an earlier write or this flush failed, if requests are held, for which the flush would wait,
     /// or if the device has stopped.
     pub fn flush(&self) -> Outcome {
+        let running = self.running()?;
         // The flush would wait for held requests.
-        self.check_not_held()?;
-        flush_unless_held(&self.running()?)
+        running.check_not_held()?;
+        running.flush_unless_held()
+    }
+
+    pub fn log_rejections(&self) {
+        take(&self.events.rejection);
+        if let Ok(running) = self.running() {
+            running.servers.log_rejections();
+        }
+    }
+
+    /// Includes notes for the user who attached the device. Fails if the device has stopped.
+    pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
+        let mut info = self.info()?;
+        let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
+        info.warnings.extend(self.attached.fallback.as_ref().map(fallback));
+        Ok(info)
+    }
+
+    /// Fails if the device has stopped.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        Ok(facts::info(self, &*self.running()?))
+    }
+
+    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
+    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
+    /// stopped.
+    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+        self.tracing.begin(&self.running()?, ring_bytes, tracer)
+    }
+
+    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
+        self.settings.saved.read(key, value)
+    }
+
+    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
+    /// rejects the value.
+    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
+        self.settings.set(&*self.running()?, setting, permit)
+    }
+
+    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
+    /// possible without making it. Fails with the first setting that the device cannot have.
+    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
+        self.settings.prepare_changes(&*self.running()?, settings)
+    }
+
+    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
+    pub fn undo(&self, change: &Change) -> Outcome {
+        self.settings.undo(&*self.running()?, change)
+    }
+
+    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
+    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
+    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
+        self.settings.join_group(&*self.running()?, name, file, permit)
+    }
+
+    /// Sorted by name. Fails if the device has stopped.
+    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
+        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| facts::bitmap_info(bitmap)).collect())
+    }
+
+    /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
+    /// file. Fails if the image cannot have a bitmap file, or the device is stopping, and as `permit` does.
+    pub fn set_bitmap_file(&self, file: File, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        let _changing = running.changes.begin(permit)?;
+        Ok(running.disk.set_bitmap_file(file)?)
+    }
+
+    /// Atomic: no I/O is in flight during the change. Fails if the device cannot have such a bitmap, has no
+    /// bitmap of that name, or is stopping, and as `permit` does.
+    pub fn change_bitmap(&self, change: &BitmapChange, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        let disk = &running.disk;
+        if matches!(change, BitmapChange::Add { .. }) {
+            // The name of the new bitmap is in the image when this returns; flushing first makes that write
+            // short. No lock is held: a flush may hang.
+            self.flush()?;
+        }
+        // Keeps a block commit from beginning.
+        let _changing = running.changes.begin(permit)?;
+        running.changes.check_no_commit()?;
+        match change {
+            BitmapChange::Add { name, granularity } => {
+                disk.driver().require_bitmap_store()?.check()?;
+                disk.add_bitmap(name, *granularity)?;
+            }
+            BitmapChange::Remove { name } => disk.remove_bitmap(name)?,
+            BitmapChange::Clear { name } => disk.clear_bitmap(name)?,
+            BitmapChange::Enable { name } => disk.set_bitmap_recording(name, true)?,
+            BitmapChange::Disable { name } => disk.set_bitmap_recording(name, false)?,
+            BitmapChange::Merge { from, into } => disk.merge_bitmaps(from, into)?,
+        }
+        Ok(())
+    }
+
+    /// Makes the empty `file` an overlay of the current image, and continues with it. `options` are those of
+    /// the device with the overlay, which has the `number` in `NAME.options`. All I/O waits while `ready`
+    /// waits for other devices and `save` writes the state file; after a failure, the device continues with
+    /// its image. Returns warnings about the overlay that did not apply to the previous image.
+    pub fn snapshot(
+        &self,
+        file: File,
+        options: &AttachOptions,
+        number: u64,
+        ready: impl FnOnce() -> Outcome,
+        save: impl FnOnce(&DaemonState) -> Outcome,
+    ) -> Outcome<Vec<String>> {
+        let running = self.running()?;
+        let DriverSpec::Image(path) = &options.image else {
+            return Err(Failure::new("the new image must be a file"));
+        };
+        if running.ublk.as_ref().is_some_and(UblkDevice::passes_kernel_pages) {
+            return Err(Failure::new(
+                "this ublk device uses --copy none, which qcow2 does not support; detach it and attach it with --copy \
+                 kernel",
+            ));
+        }
+        let attach_options = Some(Record::new(options)?);
+        let served = Served { image: image_name(&options.image), number, attach_options };
+        running.check_not_held()?;
+        // This serializes changes: the state file gets the current settings, and no block commit begins.
+        let _changing = running.changes.begin(&|| Ok(()))?;
+        running.changes.check_no_commit()?;
+        let state = DaemonState { image: number, ..self.state()? };
+        let exchange = running.disk.begin_exchange()?;
+        let before = running.disk.driver();
+        let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
+        let next =
+            Opened::from(Qcow2::over(image.overlay_base()?, file, path, self.journals.as_deref())?);
+        exchange.check(&*next.driver)?;
+        let no_journals = "the directory of journals was not available when the device was attached";
+        running.check_outlives(&*next.driver, self.journals.is_none().then_some(no_journals))?;
+        next.driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
+        ready()?;
+        save(&state)?;
+        let warnings = new_warnings(&*next.driver, &*before);
+        running.replace(&exchange, next)?;
+        running.bitmaps.save_in(&*before);
+        if let Err(error) = image.supersede() {
+            log::line(&format!("warning: cannot close the previous image: {error}"));
+        }
+        *lock(&self.served) = served;
+        drop(exchange);
+        running.log_broken();
+        Ok(warnings)
+    }
+
+    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
+    pub fn check_committable(&self) -> Outcome {
+        let running = self.running()?;
+        commit::source(&running)?;
+        running.changes.check_no_commit()
+    }
+
+    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
+    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
+    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
+    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
+    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
+    /// a failure, the device continues with the overlay.
+    pub fn commit<G>(
+        &self,
+        files: BaseFiles,
+        number: u64,
+        client: &str,
+        stop: &dyn Fn() -> Outcome,
+        last: impl Fn() -> Outcome<Option<G>>,
+        save: impl FnOnce(&DaemonState) -> Outcome,
+    ) -> Outcome<Committed> {
+        Commit::begin(self, &self.running()?, files, number, client, stop)?.run(last, save)
+    }
+
+    /// As [`Running::close`].
+    pub fn close(&self, force: bool) -> Outcome {
+        self.running()?.close(force, || self.has_block_device.store(false, SeqCst))
+    }
+
+    /// As [`Running::leave`].
+    pub fn leave(&self) -> Outcome {
+        self.running()?.leave()
+    }
+
+    /// Flushes and stops a closed device. Fails if the flush failed or the dirty bitmaps could not be saved;
+    /// the device has stopped in any case.
+    pub fn stop(&self) -> Outcome {
+        // The background threads may hold references to `running`.
+        self.settings.stop_threads();
+        lock(&self.running).take().map_or(Ok(()), Running::stop)
     }
 }

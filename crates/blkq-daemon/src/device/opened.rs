@@ -18,7 +18,7 @@ use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
 use crate::pid_file::real_path;
 use crate::sandbox::{self, Needs};
 
-pub(super) type Children = (SetupProcess, IdleWatch);
+type Children = (SetupProcess, IdleWatch);
 
 pub(super) struct Opened {
     /// A name that other processes understand.

@@ -3,20 +3,21 @@ use std::time::Duration;
 
 use blkq::{Disk, EngineHandle};
 use blkq_export::nbd::{
-    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, StoppingServer,
-    TlsOptions,
+    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, Reason, Rejection,
+    StoppingServer, TlsOptions,
 };
-use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
+use blkq_export::vhost_user::{self, Event, Report, StoppingDevice, VhostUserDevice, VhostUserOptions};
 use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::AttachOptions;
 
-use super::events::Events;
+use super::Events;
+use super::access::socket_access;
+use super::descriptors::{clients_max, reserve};
 use super::image::RELEASE_WAIT;
 use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
 use super::memory_limits::memory_limits;
-use crate::device::access::socket_access;
-use crate::device::descriptors::{clients_max, reserve};
+use crate::log;
 
 const CONNECTIONS: u16 = 64;
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
@@ -119,6 +120,13 @@ impl Servers {
     pub(super) fn uris(&self) -> impl Iterator<Item = String> {
         let vhost = self.vhost.iter().map(VhostUserDevice::uri);
         vhost.chain(self.nbd.iter().map(NbdServer::uri)).map(str::to_owned)
+    }
+
+    pub(super) fn log_rejections(&self) {
+        let rejections = self.nbd.iter().flat_map(NbdServer::take_rejections);
+        let reports = self.vhost.iter().flat_map(VhostUserDevice::take_reports);
+        rejections.for_each(|rejection| log::line(&describe(&rejection)));
+        reports.for_each(|report| log::line(&describe_report(&report)));
     }
 
     /// Keeps NBD clients away until the returned guard is dropped. Fails if NBD clients are connected.
@@ -228,6 +236,46 @@ fn nbd_options(
         }),
         ..NbdOptions::default()
     }
+}
+
+fn describe_report(report: &Report) -> String {
+    let peer = format!("vhost-user front end ({})", report.peer);
+    let event = match &report.event {
+        Event::Occupied => format!("rejected {peer}: another front end is connected"),
+        Event::Violation(why) => format!("disconnected {peer}: protocol violation: {why}"),
+        Event::Refused(why) => format!("refused a request of {peer}: {why}"),
+        Event::RingRejected(ring, why) => format!("stopped ring {ring} of {peer}: {why}"),
+        Event::MemoryUnregistered(why) => format!("serving {peer} without --register-memory: {why}"),
+    };
+    event + &not_logged(report.unreported)
+}
+
+/// Ends a line before which similar events were not logged.
+fn not_logged(events: u64) -> String {
+    match events {
+        0 => String::new(),
+        1 => " (1 earlier event of this kind was not logged)".to_owned(),
+        count => format!(" ({count} earlier events of this kind were not logged)"),
+    }
+}
+
+fn describe(rejection: &Rejection) -> String {
+    let (event, why) = match &rejection.reason {
+        Reason::TooMany(max) => ("rejected", format!("the limit --max-connections {max} is reached")),
+        Reason::NoMemory => ("rejected", "not enough memory".to_owned()),
+        Reason::WithoutTls => {
+            ("rejected", "the client did not request TLS, which --tls require demands".to_owned())
+        }
+        Reason::Tls(why) => ("rejected", format!("TLS: {why}")),
+        Reason::Handshake => ("disconnected", "protocol violation in the handshake".to_owned()),
+        Reason::Request => ("disconnected", "protocol violation in a request".to_owned()),
+        Reason::Late => ("disconnected", "timeout in the handshake, of a payload or of a reply".to_owned()),
+        other => ("rejected", format!("{other:?}")),
+    };
+    let before = not_logged(rejection.unreported);
+    let after =
+        if rejection.last { "; further events of this kind within a minute are not logged" } else { "" };
+    format!("{event} NBD client ({}): {why}{before}{after}", rejection.peer)
 }
 
 #[cfg(test)]

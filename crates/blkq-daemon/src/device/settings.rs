@@ -1,10 +1,10 @@
-//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`Device::read_back`], and one
-//! in [`Device::check_change`] only if it has a rule that depends on the device.
+//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`LiveSettings::read_back`], and
+//! one in [`check_change`] only if it has a rule that depends on the device.
 
 use std::fs::File;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
 use blkq::throttle::{Ceiling, LimitMode, WEIGHT_DEFAULT};
@@ -12,81 +12,109 @@ use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::{GroupWatch, Joined};
+use blkq_protocol::group::Joined;
 use blkq_protocol::options::{Key, Scope, Setting, is_removed};
 
+use super::Permit;
+use super::background::BackgroundThreads;
 use super::running::{Running, stopping};
-use super::{Device, Permit};
-use crate::log;
+use super::saved_settings::DeviceSettings;
 
-impl Device {
-    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
-        self.settings.read(key, value)
+/// The settings of a device in use that are not those of its disk: the daemon implements them.
+pub(super) struct LiveSettings {
+    pub(super) saved: DeviceSettings,
+    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
+    /// that disconnect after it was set count.
+    autoclear: AtomicBool,
+    /// `None` once the device has stopped.
+    threads: Mutex<Option<BackgroundThreads>>,
+}
+
+impl LiveSettings {
+    pub(super) fn new(saved: DeviceSettings, autoclear: bool, threads: BackgroundThreads) -> LiveSettings {
+        LiveSettings { saved, autoclear: AtomicBool::new(autoclear), threads: Mutex::new(Some(threads)) }
     }
 
-    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
-    /// rejects the value.
-    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
-        let running = self.running()?;
+    /// Implements `Device::start_background`.
+    pub(super) fn start_threads(&self, running: &Arc<Running>) -> Outcome {
+        lock(&self.threads).as_mut().map_or(Ok(()), |threads| threads.start(running))
+    }
+
+    pub(super) fn stop_threads(&self) {
+        drop(lock(&self.threads).take());
+    }
+
+    pub(super) fn is_autoclear(&self) -> bool {
+        self.autoclear.load(SeqCst)
+    }
+
+    /// The address of the metrics, if they are served.
+    pub(super) fn metrics_uri(&self) -> Option<String> {
+        Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
+    }
+
+    /// Implements `Device::set`.
+    pub(super) fn set(&self, running: &Running, setting: &Setting, permit: Permit) -> Outcome {
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
-        let _changing = self.begin_change_if(permit)?;
-        self.check_change(&running, setting)?;
-        apply(&running.disk, Some((self, &running)), setting)?;
+        let _changing = running.changes.begin(permit)?;
+        check_change(running, setting)?;
+        apply(&running.disk, Some((self, running)), setting)?;
         match setting {
             // Also forgets the weight in the group.
-            Setting::Group(None) => self.settings.note_group(None),
-            _ => self.settings.replace(setting.name(), Some(setting.to_text())),
+            Setting::Group(None) => self.saved.note_group(None),
+            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
         }
         Ok(())
     }
 
-    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
-    /// possible without making it. Fails with the first setting that the device cannot have.
-    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
-        let running = self.running()?;
+    /// Implements `Device::prepare_changes`.
+    pub(super) fn prepare_changes(
+        &self,
+        running: &Running,
+        settings: &[(String, String)],
+    ) -> Outcome<Vec<Change>> {
         let facts = running.disk.driver().describe();
         let mut changes = Vec::new();
         for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
-            let to = self.settings.read(key, value).map_err(during)?;
-            let from = self.read_back(&running, &facts, to.key());
+            let to = self.saved.read(key, value).map_err(during)?;
+            let from = self.read_back(running, &facts, to.key());
             // Some settings cannot be set at all on this device, not even to the value that they have.
             if from.as_ref() == Some(&to) {
                 continue;
             }
-            self.check_change(&running, &to).map_err(during)?;
-            let saved = self.settings.changed().into_iter().find(|(other, _)| other == key);
+            check_change(running, &to).map_err(during)?;
+            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
             changes.push(Change { to, from, saved });
         }
         Ok(changes)
     }
 
-    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
-    pub fn undo(&self, change: &Change) -> Outcome {
-        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
-        self.settings.replace(change.to.name(), change.saved.clone());
+    /// Implements `Device::undo`.
+    pub(super) fn undo(&self, running: &Running, change: &Change) -> Outcome {
+        change.from.as_ref().map_or(Ok(()), |from| self.set(running, from, &|| Ok(())))?;
+        self.saved.replace(change.to.name(), change.saved.clone());
         Ok(())
     }
 
-    /// Checks the rules that depend on the device and not on the value alone.
-    fn check_change(&self, running: &Running, setting: &Setting) -> Outcome {
-        if setting.key().row().scope == Scope::Nbd && running.servers.nbd.is_empty() {
-            let rule = "this setting applies only to NBD, and the device is not served over NBD";
+    /// Implements `Device::join_group`.
+    pub(super) fn join_group(&self, running: &Running, name: &str, file: File, permit: Permit) -> Outcome {
+        let _changing = running.changes.begin(permit)?;
+        let disk = &running.disk;
+        if disk.ceiling() != Ceiling::NotSearched {
+            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
             return Err(Failure::new(rule));
         }
-        match setting {
-            Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
-                Err(Failure::new("limit=auto is not possible for a device in a group"))
-            }
-            // `blkq set` sends another request to join a group, with the file of the group.
-            Setting::Group(Some(group)) => {
-                let name = running.disk.name();
-                Err(Failure::new(format!("only `blkq set {name} group={group}` can change the group")))
-            }
-            Setting::Depth(depth) => check_depth(&running.disk, *depth),
-            Setting::ReadOnly(_) => self.check_not_changed(),
-            _ => Ok(()),
+        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
+        let mut threads = lock(&self.threads);
+        let threads = threads.as_mut().ok_or_else(stopping)?;
+        if let Err(failure) = threads.join_group(running, joined, member) {
+            self.saved.note_group(None);
+            return Err(Failure::new(format!("{failure}; the device is now in no group")));
         }
+        self.saved.note_group(Some((name, weight)));
+        Ok(())
     }
 
     /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
@@ -110,8 +138,8 @@ impl Device {
             Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
             Key::EarlySubmission => Setting::EarlySubmission(now.early_submission),
             Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
-            Key::Group => Setting::Group(Some(lock(&self.group).as_ref()?.name().to_owned())),
-            Key::HangWarning => Setting::HangWarning(lock(&self.background).as_ref()?.hangs.counters.limit()),
+            Key::Group => Setting::Group(Some(running.group_name()?)),
+            Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
             Key::Iostats => Setting::Iostats(now.iostats),
             Key::Limit => Setting::Limit(match disk.ceiling() {
                 Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
@@ -128,57 +156,42 @@ impl Device {
     }
 }
 
-impl Device {
-    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
-    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
-    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
-        let running = self.running()?;
-        let _changing = self.begin_change_if(permit)?;
-        if running.disk.ceiling() != Ceiling::NotSearched {
-            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
-            return Err(Failure::new(rule));
+/// Checks the rules that depend on the device and not on the value alone.
+fn check_change(running: &Running, setting: &Setting) -> Outcome {
+    let refused = |rule: &str| Err(Failure::new(rule));
+    match setting {
+        _ if setting.key().row().scope == Scope::Nbd && running.servers.nbd.is_empty() => {
+            refused("this setting applies only to NBD, and the device is not served over NBD")
         }
-        let weight = running.disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
-        let (joined, member) = Joined::over(file, name, &self.attached.name, weight)?;
-        let mut watch = GroupWatch::new(&joined, &member, running.disk.clone());
-        let mut background = lock(&self.background);
-        let background = background.as_mut().ok_or_else(stopping)?;
-        // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
-        // stop before the disk gets a member of another group.
-        background.group = None;
-        running.disk.join_group(member);
-        *lock(&self.group) = Some(joined);
-        if let Err(failure) = watch.start(log::line) {
-            self.remove_from_group(&running);
-            self.settings.note_group(None);
-            return Err(Failure::new(format!("{failure}; the device is now in no group")));
+        Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
+            refused("limit=auto is not possible for a device in a group")
         }
-        background.group = Some(watch);
-        self.settings.note_group(Some((name, weight)));
-        Ok(())
-    }
-
-    /// The caller records that the device is in no group.
-    pub(super) fn leave_group(&self, running: &Running) -> Outcome {
-        lock(&self.background).as_mut().ok_or_else(stopping)?.group = None;
-        self.remove_from_group(running);
-        Ok(())
-    }
-
-    fn remove_from_group(&self, running: &Running) {
-        running.disk.leave_group();
-        *lock(&self.group) = None;
+        // `blkq set` sends another request to join a group, with the file of the group.
+        Setting::Group(Some(group)) => {
+            let name = running.disk.name();
+            refused(&format!("only `blkq set {name} group={group}` can change the group"))
+        }
+        Setting::Depth(depth) => check_depth(&running.disk, *depth),
+        Setting::ReadOnly(_) => running.changes.check_no_commit(),
+        _ => Ok(()),
     }
 }
 
 /// Changes the setting of the disk, or of the device that serves it. There is no device before the disk is in use; the
 /// settings that the daemon implements are then options. Fails if the disk or the device rejects the value.
 #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setting: &Setting) -> Outcome {
+pub(super) fn apply(
+    disk: &Arc<Disk>,
+    device: Option<(&LiveSettings, &Running)>,
+    setting: &Setting,
+) -> Outcome {
     let of_disk = |setting| disk.set(setting).map_err(not_set);
     let of_driver = |setting: &dyn DriverSetting| disk.set_driver(setting).map_err(not_set);
-    let of_device = |set: &dyn Fn(&Device, &Running) -> Outcome| {
-        device.map_or(Ok(()), |(device, running)| set(device, running))
+    let of_device = |set: &dyn Fn(&LiveSettings, &Running) -> Outcome| {
+        device.map_or(Ok(()), |(settings, running)| set(settings, running))
+    };
+    let of_threads = |set: &dyn Fn(&mut BackgroundThreads, &Running) -> Outcome| {
+        of_device(&|settings, running| set(lock(&settings.threads).as_mut().ok_or_else(stopping)?, running))
     };
     let of_nbd = |switch: fn(&NbdSwitches) -> &AtomicBool, on| {
         let switches = device.map(|(_, running)| &running.servers.switches);
@@ -186,9 +199,9 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
         Ok(())
     };
     match setting {
-        Setting::Autoclear(on) => of_device(&|device, running| {
+        Setting::Autoclear(on) => of_device(&|settings, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
-            device.autoclear.store(*on, SeqCst);
+            settings.autoclear.store(*on, SeqCst);
             Ok(())
         }),
         Setting::Batching(on) => of_disk(blkq::Setting::Batching(*on)),
@@ -201,17 +214,18 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
         Setting::Dispatch(dispatch) => of_driver(&LoopSetting::Dispatch(*dispatch)),
         Setting::EarlySubmission(on) => of_disk(blkq::Setting::EarlySubmission(*on)),
         Setting::Fault(spec) => of_driver(spec),
-        // `Device::join_group` has the file of the group.
+        // `join_group` has the file of the group.
         Setting::Group(Some(_)) => Ok(()),
-        Setting::Group(None) => of_device(&Device::leave_group),
-        Setting::HangWarning(limit) => of_device(&|device, _| {
-            lock(&device.background).as_ref().ok_or_else(stopping)?.hangs.set(*limit);
+        Setting::Group(None) => of_threads(&|threads, running| {
+            threads.leave_group(running);
+            Ok(())
+        }),
+        Setting::HangWarning(limit) => of_threads(&|threads, _| {
+            threads.hangs.set(*limit);
             Ok(())
         }),
         Setting::Iostats(on) => of_disk(blkq::Setting::Iostats(*on)),
-        Setting::Limit(mode) => of_device(&|device, _| {
-            lock(&device.background).as_mut().ok_or_else(stopping)?.set_limit(disk, *mode)
-        }),
+        Setting::Limit(mode) => of_threads(&|threads, _| threads.set_limit(disk, *mode)),
         Setting::Merge(on) => of_disk(blkq::Setting::Merge(*on)),
         Setting::OnError(policy) => {
             disk.set_error_policy(*policy);
@@ -268,14 +282,31 @@ mod tests {
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
-    use blkq_protocol::options::Row;
-    use blkq_protocol::state::parse_state;
+    use blkq_protocol::options::{AttachOptions, Row};
+    use blkq_protocol::state::{Claim, parse_state};
 
     use super::super::Served;
     use super::super::image::Opening;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
     use super::*;
+
+    fn plan<'a>(
+        options: &AttachOptions,
+        claim: &'a Claim,
+        settings: Vec<(String, String)>,
+        is_take_over: bool,
+    ) -> Plan<'a> {
+        Plan {
+            options: options.clone(),
+            claim,
+            sockets: Sockets::default(),
+            opening: Opening { device_bytes: is_take_over.then_some(1 << 20), ..Opening::default() },
+            served: Served { image: String::new(), number: 0, attach_options: None },
+            block_device: None,
+            settings,
+        }
+    }
 
     /// The file was written by an older version, whose daemons stored settings as the user had typed them.
     #[test]
@@ -291,20 +322,7 @@ mod tests {
         // A setting that was removed is dropped without a warning.
         saved.retain(|(key, _)| !is_removed(key));
         let claim = dir.claim("saved").unwrap();
-        let sockets = Sockets::default();
-        let served = Served { image: String::new(), number: 0, attach_options: None };
-        let settings = saved.clone();
-        let plan = Plan {
-            options: &options,
-            claim: &claim,
-            sockets,
-            opening: Opening::default(),
-            served,
-            has_block_device: false,
-            settings,
-            is_successor: true,
-        };
-        let device = Device::serve(plan, |_, _, _, _| unreachable!()).unwrap();
+        let device = plan(&options, &claim, saved.clone(), true).serve().unwrap();
         let info = device.info().unwrap();
         let now = |key: &str| {
             let all = info.settings.iter().chain(&info.driver_facts);
@@ -319,7 +337,7 @@ mod tests {
                 "direct-io" => assert_eq!(info.direct_io.requested, value),
                 // Without a server, these settings are not reported.
                 "receive-backoff" | "split-reads" => {
-                    let now = device.read_back(&running, &[], Row::find(key).unwrap().key).unwrap();
+                    let now = device.settings.read_back(&running, &[], Row::find(key).unwrap().key).unwrap();
                     assert_eq!(now.value(), value, "{key}");
                 }
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {
@@ -340,7 +358,7 @@ mod tests {
         assert_eq!(device.state().unwrap().settings, saved);
         let depth = device.read_setting("depth", "16").unwrap();
         let refuse = || {
-            assert!(device.changing.try_lock().is_err(), "no other change can begin");
+            assert!(running.changes.is_changing(), "no other change can begin");
             Err(Failure::new("the client exited"))
         };
         let clear = BitmapChange::Clear { name: "b".to_owned() };
@@ -371,21 +389,7 @@ mod tests {
         dir.create().unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox", "--group", "g"]);
         let claim = dir.claim("groupless").unwrap();
-        let serve = |is_successor| {
-            let sockets = Sockets::default();
-            let served = Served { image: String::new(), number: 0, attach_options: None };
-            let plan = Plan {
-                options: &options,
-                claim: &claim,
-                sockets,
-                opening: Opening::default(),
-                served,
-                has_block_device: false,
-                settings: Vec::new(),
-                is_successor,
-            };
-            Device::serve(plan, |_, _, _, _| unreachable!())
-        };
+        let serve = |is_successor| plan(&options, &claim, Vec::new(), is_successor).serve();
         // In the first round the group does not exist; in the second its file is empty.
         for why in ["there is no group g", "group g is damaged"] {
             assert!(serve(false).err().unwrap().to_string().starts_with(why));

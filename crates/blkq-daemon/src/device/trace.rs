@@ -1,6 +1,6 @@
 //! Traces a device. There can be one trace at a time.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
@@ -8,26 +8,34 @@ use blkq::sync::lock;
 use blkq::trace::TraceMemory;
 use blkq_protocol::failure::{Failure, Outcome};
 
-use super::Device;
 use super::running::Running;
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
 
+/// Lets one process at a time trace a device.
+#[derive(Default)]
+pub(super) struct Tracing {
+    /// The process that traces the device.
+    tracer: Mutex<Option<String>>,
+}
+
 /// A trace of a device. Dropping it stops the trace.
 pub struct DeviceTrace<'a> {
-    device: &'a Device,
+    tracing: &'a Tracing,
     pub memory: Arc<TraceMemory>,
     running: Weak<Running>,
 }
 
-impl Device {
-    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
-    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
-    /// stopped.
-    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
-        let running = self.running()?;
-        let mut traced_by = lock(&self.traced_by);
+impl Tracing {
+    /// Implements `Device::trace`.
+    pub(super) fn begin(
+        &self,
+        running: &Arc<Running>,
+        ring_bytes: u64,
+        tracer: &str,
+    ) -> Outcome<DeviceTrace<'_>> {
+        let mut traced_by = lock(&self.tracer);
         if let Some(other) = &*traced_by {
             return Err(Failure::new(format!(
                 "the device is already being traced by {other}; stop that trace first"
@@ -36,7 +44,7 @@ impl Device {
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
         // The trace holds a weak reference, so that it does not keep the device from stopping.
-        let trace = DeviceTrace { device: self, memory, running: Arc::downgrade(&running) };
+        let trace = DeviceTrace { tracing: self, memory, running: Arc::downgrade(running) };
         *traced_by = Some(tracer.to_owned());
         trace.set(Some(&trace.memory));
         Ok(trace)
@@ -61,7 +69,7 @@ impl Drop for DeviceTrace<'_> {
         while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        *lock(&self.device.traced_by) = None;
+        *lock(&self.tracing.tracer) = None;
     }
 }
 
@@ -69,14 +77,14 @@ impl Drop for DeviceTrace<'_> {
 mod tests {
     use blkq_protocol::harness::{options, scratch};
 
-    use super::*;
+    use super::super::open;
 
     #[test]
     fn a_device_has_one_trace_at_a_time() {
         let dir = scratch("trace");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        let device = open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         assert!(device.trace(10_000, "process 1").is_err(), "not a multiple of the page size");
         let trace = device.trace(1 << 16, "process 1").unwrap();
         let refused = device.trace(1 << 16, "process 2").err().unwrap().to_string();

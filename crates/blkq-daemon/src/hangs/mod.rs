@@ -33,10 +33,10 @@ const ANSWER_WAIT: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
 
 /// The limit, and a counter, shared with the watcher's thread.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub struct HangCounters {
-    limit_ns: Arc<AtomicU64>,
-    stalls: Arc<AtomicU64>,
+    limit_ns: AtomicU64,
+    stalls: AtomicU64,
 }
 
 impl HangCounters {
@@ -57,7 +57,7 @@ impl HangCounters {
 /// Owns the watcher's thread, which runs until this is dropped.
 pub struct HangWatch {
     /// May be cloned and kept after this is dropped.
-    pub counters: HangCounters,
+    pub counters: Arc<HangCounters>,
     /// Moved to the thread when it starts.
     watcher: Option<Watcher>,
     thread: Option<PeriodicThread>,
@@ -66,7 +66,7 @@ pub struct HangWatch {
 impl HangWatch {
     /// Prepares to watch the queues of `disk`. `engines[n]` must own queue `n`.
     pub fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, limit: Duration) -> HangWatch {
-        let counters = HangCounters::default();
+        let counters = Arc::new(HangCounters::default());
         counters.set_limit(limit);
         let watcher = Watcher::new(disk, engines, counters.clone(), Box::new(monotonic_ns));
         HangWatch { counters, watcher: Some(watcher), thread: None }
@@ -91,7 +91,7 @@ impl HangWatch {
 struct Watcher {
     disk: Arc<Disk>,
     queues: Vec<Watched>,
-    counters: HangCounters,
+    counters: Arc<HangCounters>,
     now_ns: Clock,
     /// Whether the last line about held requests said that some are held.
     logged_held: bool,
@@ -119,7 +119,12 @@ struct Watched {
 }
 
 impl Watcher {
-    fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, counters: HangCounters, now_ns: Clock) -> Watcher {
+    fn new(
+        disk: Arc<Disk>,
+        engines: Vec<EngineHandle>,
+        counters: Arc<HangCounters>,
+        now_ns: Clock,
+    ) -> Watcher {
         let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
         let queues = watched.collect();
         let io_errors = IoErrorLog::default();
@@ -361,7 +366,7 @@ mod tests {
 
     impl Scans {
         fn new(disk: &Arc<Disk>, engine: &EngineThread, limit: Duration) -> Scans {
-            let counters = HangCounters::default();
+            let counters = Arc::new(HangCounters::default());
             counters.set_limit(limit);
             let (begin_ns, added_ns) = (monotonic_ns(), Arc::new(AtomicU64::new(0)));
             let added = added_ns.clone();

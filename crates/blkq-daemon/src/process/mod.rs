@@ -99,8 +99,8 @@ impl Serve for Daemon {
         let is_successor = claim.is_kept() && !is_new;
         let is_orphan = orphan.is_some();
         let open = |claim: &Claim| match orphan {
-            Some(state) => Device::recover(options, claim, state, inherited),
-            None => Device::open(options, settings, claim, inherited),
+            Some(state) => device::recover(options, claim, state, inherited),
+            None => device::open(options, settings, claim, inherited),
         };
         Daemon::ready(claim, signals, options, open, is_successor, is_orphan, parent)
     }

@@ -327,7 +327,7 @@ mod tests {
     use rustix::process::geteuid;
 
     use super::*;
-    use crate::device::Permit;
+    use crate::device::{Permit, open};
     use crate::process::answer::{ANSWERING_MAX, accept, accept_all};
 
     struct Served {
@@ -342,7 +342,7 @@ mod tests {
             let dir = scratch(name);
             let claim = dir.claim("a").unwrap();
             let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
-            let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+            let device = open(&options, Vec::new(), &claim, Vec::new()).unwrap();
             let ((wake, waker), (sender, stopped)) = (UnixStream::pair().unwrap(), channel());
             let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
             Served { dir, claim, shared, _woken: (wake, stopped) }
