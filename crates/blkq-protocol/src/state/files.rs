@@ -21,7 +21,7 @@
 //! create a file in this directory.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
@@ -36,7 +36,7 @@ use super::{Claim, OPTIONS, OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path};
 use crate::options::Record;
-use crate::system::if_exists;
+use crate::system::{if_exists, read_bounded};
 
 /// The version of the `NAME.options` format that this program reads and writes.
 const VERSION: u32 = 1;
@@ -423,12 +423,6 @@ impl Claim {
         let file = write_new(&new, value, mode)?;
         fs::rename(&new, self.file(suffix)).map(|()| file)
     }
-}
-
-pub(super) fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    file.take(most).read_to_end(&mut text)?;
-    Ok(text)
 }
 
 /// Serializes `value` as JSON, followed by a newline.

@@ -8,13 +8,12 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::files::read_bounded;
 use super::upgrade::OWNER_BYTE;
 use super::{OLD_LOG, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
-use crate::system::if_exists;
 use crate::system::record_lock::is_byte_locked;
+use crate::system::{if_exists, read_bounded};
 
 const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.

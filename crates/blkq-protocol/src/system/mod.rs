@@ -5,7 +5,8 @@ pub mod record_lock;
 pub mod signals;
 pub mod timestamp;
 
-use std::{fs, io};
+use std::fs::{self, File};
+use std::io::{self, Read};
 
 /// `None` if the file that was to be opened, read or removed does not exist.
 pub fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
@@ -13,6 +14,13 @@ pub fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         result => result.map(Some),
     }
+}
+
+/// Reads at most `most` bytes.
+pub(crate) fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    file.take(most).read_to_end(&mut text)?;
+    Ok(text)
 }
 
 /// Lists the files in `directory` whose names end with `suffix`: sorted, without the suffix, and only the names that
