@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_export::ublk::Identity;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export, Record};
@@ -60,11 +61,17 @@ pub struct DeviceInfo {
     pub attach_options: Option<Record>,
     /// The operations that the device supports besides reading and writing.
     pub capabilities: Vec<String>,
-    #[serde(with = "typed::settings")]
+    #[serde(with = "Typed::<false>")]
     pub settings: Vec<(String, String)>,
-    #[serde(with = "typed::facts")]
+    #[serde(with = "Typed::<true>")]
     pub driver_facts: Vec<(String, String)>,
     pub warnings: Vec<String>,
+}
+
+impl DeviceInfo {
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -122,6 +129,59 @@ pub struct StateFile {
 }
 
 impl StateFile {
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
+
+    /// Checks that the next daemon would open the image that the device has used, with its backing files. Clients
+    /// that continue with another file would write the data that they have cached to it. The header of the image
+    /// may name another backing file because the last daemon was taken over. `options` are those of the next
+    /// daemon, and `is_open` says whether a daemon still has the files open. Passes what was not recorded, and
+    /// paths without a file.
+    pub fn check_image(&self, options: &AttachOptions, is_open: bool) -> Outcome {
+        let DriverSpec::Image(path) = &options.image else { return Ok(()) };
+        let name = &self.name;
+        let accept =
+            format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`");
+        let or_accept = if is_open { "" } else { &accept };
+        let image = [self.file, FileId::of(path)];
+        if let [Some(before), Some(now)] = image
+            && (before.is_replaced(path, now, is_open)
+                || now != before && FileId::of(self.image_path()) == Some(before))
+        {
+            return Err(Failure::new(format!(
+                "another file is at {} now, and clients of the device would write their cached data to it; move the \
+                 image back, or run `blkq detach {name}` and attach the new file{or_accept}",
+                path.display()
+            )));
+        }
+        let Some(recorded) = &self.backing else { return Ok(()) };
+        let found = options.backing_files();
+        let mut overlay: &Path = path;
+        for (at, now) in found.iter().enumerate() {
+            let Some(before) = recorded.get(at).filter(|before| before.is_at(now, is_open, image)) else {
+                return Err(Failure::new(format!(
+                    "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
+                     and attach the image again{or_accept}",
+                    now.path.display(),
+                    overlay.display()
+                )));
+            };
+            if before.qcow2 != now.qcow2 {
+                let (shown, of) = (shell_word(&now.path), shell_word(overlay));
+                let format = if before.qcow2 { "qcow2" } else { "raw" };
+                return Err(Failure::new(format!(
+                    "{} names another format for its backing file than before; run `qemu-img rebase -u -b {shown} -F \
+                     {format} {of}`, or run `blkq detach {}`",
+                    overlay.display(),
+                    self.name
+                )));
+            }
+            overlay = &now.path;
+        }
+        Ok(())
+    }
+
     /// Whether the device is the disk of a virtual machine that the next daemon can serve. False if this program does
     /// not understand the attach options.
     pub fn is_guest(&self) -> bool {
@@ -278,116 +338,34 @@ pub(crate) mod ordered {
     }
 }
 
-/// As [`ordered`], but writes numbers and switches as JSON numbers and booleans. Daemons of older versions
-/// send strings.
-mod typed {
-    use serde_json::Value;
+/// As [`ordered`], but writes numbers and switches as JSON numbers and booleans. `WORDS` has the words for true and
+/// false: those of `blkq set`, or those with which drivers describe themselves. Daemons of older versions send strings.
+struct Typed<const FACTS: bool>;
 
-    /// Converts `text` to a JSON value. `switch` has the words for true and false.
-    fn value(text: &str, switch: [&str; 2]) -> Value {
+impl<const FACTS: bool> Typed<FACTS> {
+    const WORDS: [&'static str; 2] = if FACTS { ["true", "false"] } else { ["on", "off"] };
+
+    fn value(text: &str) -> Value {
         let is_number = text.starts_with(|c: char| c.is_ascii_digit())
             && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
         match text {
-            text if text == switch[0] => true.into(),
-            text if text == switch[1] => false.into(),
+            text if text == Self::WORDS[0] => true.into(),
+            text if text == Self::WORDS[1] => false.into(),
             text if is_number => serde_json::from_str(text).unwrap_or_else(|_| text.into()),
             text => text.into(),
         }
     }
 
-    fn text(value: Value, switch: [&str; 2]) -> String {
-        match value {
-            Value::Bool(on) => switch[usize::from(!on)].to_owned(),
+    fn serialize<S: Serializer>(pairs: &ordered::Pairs, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(pairs.iter().map(|(name, text)| (name, Self::value(text))))
+    }
+
+    fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ordered::Pairs, D::Error> {
+        ordered::object(deserializer, |value| match value {
+            Value::Bool(on) => Self::WORDS[usize::from(!on)].to_owned(),
             Value::String(text) => text,
             value => value.to_string(),
-        }
-    }
-
-    macro_rules! pairs {
-        ($name:ident, $switch:expr) => {
-            pub mod $name {
-                use super::super::ordered::{Pairs, object};
-                use super::{text, value};
-
-                pub fn serialize<S: serde::Serializer>(
-                    pairs: &Pairs,
-                    serializer: S,
-                ) -> Result<S::Ok, S::Error> {
-                    serializer.collect_map(pairs.iter().map(|(name, text)| (name, value(text, $switch))))
-                }
-
-                pub fn deserialize<'de, D: serde::Deserializer<'de>>(
-                    deserializer: D,
-                ) -> Result<Pairs, D::Error> {
-                    object(deserializer, |value| text(value, $switch))
-                }
-            }
-        };
-    }
-
-    // The words of `blkq set`, and those with which drivers describe themselves.
-    pairs!(settings, ["on", "off"]);
-    pairs!(facts, ["true", "false"]);
-}
-
-impl DeviceInfo {
-    pub fn image_path(&self) -> PathBuf {
-        image_path(&self.image, self.attach_options.as_ref())
-    }
-}
-
-impl StateFile {
-    pub fn image_path(&self) -> PathBuf {
-        image_path(&self.image, self.attach_options.as_ref())
-    }
-
-    /// Checks that the next daemon would open the image that the device has used, with its backing files. Clients
-    /// that continue with another file would write the data that they have cached to it. The header of the image
-    /// may name another backing file because the last daemon was taken over. `options` are those of the next
-    /// daemon, and `is_open` says whether a daemon still has the files open. Passes what was not recorded, and
-    /// paths without a file.
-    pub fn check_image(&self, options: &AttachOptions, is_open: bool) -> Outcome {
-        let DriverSpec::Image(path) = &options.image else { return Ok(()) };
-        let name = &self.name;
-        let accept =
-            format!(", or, if both have the same contents, run `blkq recover --allow-replaced {name}`");
-        let or_accept = if is_open { "" } else { &accept };
-        let image = [self.file, FileId::of(path)];
-        if let [Some(before), Some(now)] = image
-            && (before.is_replaced(path, now, is_open)
-                || now != before && FileId::of(self.image_path()) == Some(before))
-        {
-            return Err(Failure::new(format!(
-                "another file is at {} now, and clients of the device would write their cached data to it; move the \
-                 image back, or run `blkq detach {name}` and attach the new file{or_accept}",
-                path.display()
-            )));
-        }
-        let Some(recorded) = &self.backing else { return Ok(()) };
-        let found = options.backing_files();
-        let mut overlay: &Path = path;
-        for (at, now) in found.iter().enumerate() {
-            let Some(before) = recorded.get(at).filter(|before| before.is_at(now, is_open, image)) else {
-                return Err(Failure::new(format!(
-                    "{} is not the file that was the backing file of {}; move that file back, or run `blkq detach {name}` \
-                     and attach the image again{or_accept}",
-                    now.path.display(),
-                    overlay.display()
-                )));
-            };
-            if before.qcow2 != now.qcow2 {
-                let (shown, of) = (shell_word(&now.path), shell_word(overlay));
-                let format = if before.qcow2 { "qcow2" } else { "raw" };
-                return Err(Failure::new(format!(
-                    "{} names another format for its backing file than before; run `qemu-img rebase -u -b {shown} -F \
-                     {format} {of}`, or run `blkq detach {}`",
-                    overlay.display(),
-                    self.name
-                )));
-            }
-            overlay = &now.path;
-        }
-        Ok(())
+        })
     }
 }
 
@@ -409,9 +387,9 @@ mod tests {
     fn numbers_and_switches_keep_their_type_and_value_in_json() {
         #[derive(Serialize, Deserialize, PartialEq, Debug)]
         struct Device {
-            #[serde(with = "typed::settings")]
+            #[serde(with = "Typed::<false>")]
             settings: Vec<(String, String)>,
-            #[serde(with = "typed::facts")]
+            #[serde(with = "Typed::<true>")]
             facts: Vec<(String, String)>,
         }
         let pairs = |pairs: &[(&str, &str)]| {
