@@ -15,7 +15,7 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
 use blkq::hang::{Hang, HangCompletion, HangScan, Place};
-use blkq::{Disk, EngineHandle, Failures, PeriodicThread, Wakeup};
+use blkq::{Disk, EngineHandle, PeriodicThread, Wakeup};
 use blkq_protocol::failure::Outcome;
 
 use crate::hangs::io_errors::IoErrorLog;
@@ -125,8 +125,11 @@ impl Watcher {
         counters: Arc<HangCounters>,
         now_ns: Clock,
     ) -> Watcher {
-        let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
-        let queues = watched.collect();
+        let watched = |(queue, engine)| {
+            let status = thread_status(&format!("blkq-queue-{queue}"));
+            Watched { queue, engine, status, asked: None, stalled: false, hung: 0, failed: 0 }
+        };
+        let queues = engines.into_iter().enumerate().map(watched).collect();
         let io_errors = IoErrorLog::default();
         Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0, io_errors }
     }
@@ -189,52 +192,31 @@ impl Watcher {
                 let now_ns = clock();
                 watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
-            io_errors.add(watched.take_reply(disk, limit_ns, clock, &counters.stalls, log));
-        }
-    }
-}
-
-impl Watched {
-    fn new(queue: usize, engine: EngineHandle) -> Watched {
-        let status = thread_status(&format!("blkq-queue-{queue}"));
-        Watched { queue, engine, status, asked: None, stalled: false, hung: 0, failed: 0 }
-    }
-
-    /// Handles the engine's answer, if it has arrived. Returns the requests that failed.
-    fn take_reply(
-        &mut self,
-        disk: &Disk,
-        limit_ns: u64,
-        now_ns: &dyn Fn() -> u64,
-        stalls: &AtomicU64,
-        log: &dyn Fn(&str),
-    ) -> Failures {
-        let Some((reply, asked_ns)) = &self.asked else { return Failures::default() };
-        // An earlier scan has already waited for the answer of a stalled engine.
-        let answer = reply.recv_timeout(if self.stalled { Duration::ZERO } else { ANSWER_WAIT });
-        let age_ns = now_ns().saturating_sub(*asked_ns);
-        let (queue, age) = (self.queue, seconds(age_ns));
-        match answer {
-            Ok(scan) => {
-                if std::mem::take(&mut self.stalled) {
-                    log(&format!("hang over: queue {queue}: the thread answers again after {age}"));
+            let Some((reply, asked_ns)) = &watched.asked else { continue };
+            // An earlier scan has already waited for the answer of a stalled engine.
+            let answer = reply.recv_timeout(if watched.stalled { Duration::ZERO } else { ANSWER_WAIT });
+            let age_ns = clock().saturating_sub(*asked_ns);
+            let (queue, age) = (watched.queue, seconds(age_ns));
+            match answer {
+                Ok(scan) => {
+                    if std::mem::take(&mut watched.stalled) {
+                        log(&format!("hang over: queue {queue}: the thread answers again after {age}"));
+                    }
+                    (watched.asked, watched.hung) = (None, scan.hung);
+                    log_scan(disk, queue, &scan, limit_ns, log);
+                    io_errors.add(scan.failures);
                 }
-                self.hung = scan.hung;
-                self.asked = None;
-                log_scan(disk, queue, &scan, limit_ns, log);
-                return scan.failures;
+                Err(RecvTimeoutError::Timeout) if age_ns > limit_ns && !watched.stalled => {
+                    watched.stalled = true;
+                    counters.stalls.fetch_add(1, Ordering::Relaxed);
+                    let state = watched.status.as_ref().and_then(state_in);
+                    let state = state.map(|state| format!("; its state is {state}")).unwrap_or_default();
+                    log(&format!("hang: queue {queue}: the thread has not answered for {age}{state}"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => (watched.asked, watched.hung) = (None, 0),
             }
-            Err(RecvTimeoutError::Timeout) if age_ns > limit_ns && !self.stalled => {
-                self.stalled = true;
-                stalls.fetch_add(1, Ordering::Relaxed);
-                let state = self.status.as_ref().and_then(state_in);
-                let state = state.map(|state| format!("; its state is {state}")).unwrap_or_default();
-                log(&format!("hang: queue {queue}: the thread has not answered for {age}{state}"));
-            }
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => (self.asked, self.hung) = (None, 0),
         }
-        Failures::default()
     }
 }
 
