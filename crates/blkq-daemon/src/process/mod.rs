@@ -1,9 +1,7 @@
 //! The daemon of one device. The main thread waits for commands and signals. Each command is executed on a
 //! short-lived thread of its own, because a change may have to wait for I/O. Engine threads do the I/O.
 
-mod answer;
-mod dialogues;
-mod settings;
+mod commands;
 mod shared;
 mod systemd;
 
@@ -18,7 +16,7 @@ use std::time::Duration;
 use blkq_protocol::control::{Reply, line_of, reply_line};
 use blkq_protocol::daemon::{Obstacle, Operation, Parent, Serve, Start};
 use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
-use blkq_protocol::info::{BlockDevice, DeviceInfo};
+use blkq_protocol::info::{BlockDevice, DeviceInfo, StateFile};
 use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::{Claim, Orphan, StateDir};
 use blkq_protocol::system::kernel::raise_limits;
@@ -26,14 +24,14 @@ use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::process::{geteuid, umask};
+use rustix::process::umask;
 
-use crate::device::{self, Device, FLUSHES_IGNORED, take};
+use crate::device::{self, FLUSHES_IGNORED, take};
 use crate::log;
 use crate::pid_file::{self, PidFile};
 use crate::sandbox::operations::OPERATIONS;
 
-use answer::{accept, accept_all, answer};
+use commands::{accept, accept_all, answer};
 use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination};
 
 /// How long to pause after accept or poll has failed, for example because no file descriptor is free.
@@ -70,144 +68,10 @@ impl Serve for Daemon {
         // Sockets and files must be private to their owner from the moment they are created.
         umask(Mode::from_bits_truncate(0o177));
         let is_new = matches!(start, Start::New(_));
-        let resolved = |options: &AttachOptions| device::absolute(&device::with_ceph_files(options));
-        let (claim, options, settings, orphan) = match start {
-            Start::New(options) => {
-                let resolved = resolved(options)?;
-                let claim = match &options.name {
-                    Some(name) => dir.claim(name)?,
-                    None => dir.claim_unique(&options.default_name(), &resolved)?,
-                };
-                claim.check_attach(&resolved)?;
-                (claim, options, Vec::new(), None)
-            }
-            Start::Successor { name, options, settings } => {
-                let claim = dir.claim_for_successor(name)?;
-                // The options of a service are those of its file now.
-                claim.check_continues(&resolved(&with_write_access(options, &settings))?)?;
-                (claim, options, settings, None)
-            }
-            Start::Recovery { options, orphan } => {
-                let Orphan { claim, state } = *orphan;
-                for suffix in [".control", ".nbd", ".vhost"] {
-                    claim.remove_socket(suffix)?;
-                }
-                (claim, options, Vec::new(), Some(state))
-            }
-        };
+        let (mut claim, options, settings, orphan) = claim(&dir, start)?;
         // Then the clients wait for this daemon even if the command has been interrupted.
         let is_successor = claim.is_kept() && !is_new;
         let is_orphan = orphan.is_some();
-        let open = |claim: &Claim| match orphan {
-            Some(state) => device::recover(options, claim, state, inherited),
-            None => device::open(options, settings, claim, inherited),
-        };
-        Daemon::ready(claim, signals, options, open, is_successor, is_orphan, parent)
-    }
-
-    fn info(&self) -> Outcome<DeviceInfo> {
-        self.shared.device.info_at_attach()
-    }
-
-    fn run(mut self) -> ExitCode {
-        // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
-        let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
-        loop {
-            let events = self.shared.device.events();
-            let mut fds = [
-                PollFd::new(&self.control, PollFlags::IN),
-                PollFd::new(&self.signals, PollFlags::IN),
-                PollFd::new(&self.wake, PollFlags::IN),
-                PollFd::new(&events.idle, PollFlags::IN),
-                PollFd::new(&events.rejection, PollFlags::IN),
-                PollFd::new(&events.failure, PollFlags::IN),
-                PollFd::new(&events.size, PollFlags::IN),
-            ];
-            // After an interruption or ENOMEM, poll again. Signals are not lost: they are in their pipe.
-            let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
-            if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
-                std::thread::sleep(ACCEPT_PAUSE);
-            }
-            let [commands, signals, stopped, idle, rejections, failed, resized] =
-                fds.map(|fd| !fd.revents().is_empty());
-            let mut arrived = if signals { self.signals.take() } else { Vec::new() };
-            if arrived.is_empty() {
-                arrived.extend(signal_due);
-            }
-            for signal in arrived {
-                match self.on_signal(signal) {
-                    None => {}
-                    Some(Termination::Begun) => signal_due = None,
-                    Some(Termination::NoThread) => signal_due = Some(signal),
-                    Some(Termination::ExitAtOnce) => return self.exit_at_once(),
-                }
-            }
-            if failed && let Some(failure) = self.shared.device.take_failure() {
-                log::line(&format!(
-                    "exiting immediately: {failure}; requests in flight wait for `blkq recover`"
-                ));
-                return self.exit_at_once();
-            }
-            if stopped && let Ok(stopped) = self.stopped.try_recv() {
-                return self.finish(stopped);
-            }
-            if resized {
-                take(&events.size);
-            }
-            if resized || resize_due {
-                resize_due = !self.shared.size_changed();
-            }
-            if rejections {
-                self.shared.device.log_rejections();
-            }
-            if idle {
-                take(&events.idle);
-            }
-            if idle || idle_due {
-                idle_due = !self.shared.clients_left();
-            }
-            if commands {
-                match self.control.accept() {
-                    Ok((stream, _)) => accept(&self.shared, stream),
-                    // Most likely no file descriptor is free; others may be closed soon.
-                    Err(_) => std::thread::sleep(ACCEPT_PAUSE),
-                }
-            }
-        }
-    }
-
-    fn give_up(self) {
-        if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
-            self.shared.stop(None);
-        }
-        if let Ok(stopped) = self.stopped.try_recv() {
-            self.finish(stopped);
-        }
-    }
-
-    fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
-        device::obstacles(options)
-    }
-
-    fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
-        device::check_take_over(options, block_device)
-    }
-
-    fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
-        device::check_successor(dir, options, bytes)
-    }
-}
-
-impl Daemon {
-    fn ready(
-        mut claim: Claim,
-        signals: Signals,
-        options: &AttachOptions,
-        open: impl FnOnce(&Claim) -> Outcome<Device>,
-        is_successor: bool,
-        is_orphan: bool,
-        parent: &mut Parent,
-    ) -> Outcome<Daemon> {
         let system =
             |what: &'static str| move |e: std::io::Error| Failure::new(format!("cannot {what}: {e}"));
         let control =
@@ -215,10 +79,13 @@ impl Daemon {
         control.set_nonblocking(true).map_err(system("create the control socket"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
         let (sender, stopped) = channel();
-        let owner = geteuid();
         // The device had a daemon before, and its clients wait for the next one, which finds it by its files.
         let has_files = claim.is_kept();
-        let mut device = match open(&claim) {
+        let opened = match orphan {
+            Some(state) => device::recover(options, &claim, state, inherited),
+            None => device::open(options, settings, &claim, inherited),
+        };
+        let mut device = match opened {
             Ok(device) => device,
             Err(failure) => {
                 // If the kernel refused to remove a new block device, its files must stay, so that it can be
@@ -284,31 +151,108 @@ impl Daemon {
                 return Err(failure);
             }
         };
-        let shared = Shared::new(owner, device, sender, waker, state_file);
+        let shared = Shared::new(device, sender, waker, state_file);
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 
-    fn on_signal(&self, signal: Signal) -> Option<Termination> {
-        match signal {
-            Signal::Hangup => {
-                self.shared.spawn(move |shared| {
-                    let done = match shared.device.reload_certificates() {
-                        Ok(None) => "no certificates to reload".to_owned(),
-                        Ok(Some(directory)) => {
-                            format!("reloaded the certificates in {}", directory.display())
-                        }
-                        Err(failure) => failure.to_string(),
-                    };
-                    log::line(&format!("{}: {done}", signal.name()));
-                });
-                None
+    fn info(&self) -> Outcome<DeviceInfo> {
+        self.shared.device.info_at_attach()
+    }
+
+    fn run(mut self) -> ExitCode {
+        // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
+        let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
+        loop {
+            let events = self.shared.device.events();
+            let mut fds = [
+                PollFd::new(&self.control, PollFlags::IN),
+                PollFd::new(&self.signals, PollFlags::IN),
+                PollFd::new(&self.wake, PollFlags::IN),
+                PollFd::new(&events.idle, PollFlags::IN),
+                PollFd::new(&events.rejection, PollFlags::IN),
+                PollFd::new(&events.failure, PollFlags::IN),
+                PollFd::new(&events.size, PollFlags::IN),
+            ];
+            // After an interruption or ENOMEM, poll again. Signals are not lost: they are in their pipe.
+            let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
+            if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
+                std::thread::sleep(ACCEPT_PAUSE);
             }
-            Signal::Terminate | Signal::Interrupt => Some(self.shared.terminate(signal)),
-            // The daemon installs no handlers for these.
-            Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => None,
+            let [commands, signals, stopped, idle, rejections, failed, resized] =
+                fds.map(|fd| !fd.revents().is_empty());
+            let mut arrived = if signals { self.signals.take() } else { Vec::new() };
+            if arrived.is_empty() {
+                arrived.extend(signal_due);
+            }
+            for signal in arrived {
+                if signal == Signal::Hangup {
+                    self.shared.spawn(reload_certificates);
+                    continue;
+                }
+                // The other signals of `signals::DAEMON` stop the daemon.
+                match self.shared.terminate(signal) {
+                    Termination::Begun => signal_due = None,
+                    Termination::NoThread => signal_due = Some(signal),
+                    Termination::ExitAtOnce => return self.exit_at_once(),
+                }
+            }
+            if failed && let Some(failure) = self.shared.device.take_failure() {
+                log::line(&format!(
+                    "exiting immediately: {failure}; requests in flight wait for `blkq recover`"
+                ));
+                return self.exit_at_once();
+            }
+            if stopped && let Ok(stopped) = self.stopped.try_recv() {
+                return self.finish(stopped);
+            }
+            if resized {
+                take(&events.size);
+            }
+            if resized || resize_due {
+                resize_due = !self.shared.size_changed();
+            }
+            if rejections {
+                self.shared.device.log_rejections();
+            }
+            if idle {
+                take(&events.idle);
+            }
+            if idle || idle_due {
+                idle_due = !self.shared.clients_left();
+            }
+            if commands {
+                match self.control.accept() {
+                    Ok((stream, _)) => accept(&self.shared, stream, None),
+                    // Most likely no file descriptor is free; others may be closed soon.
+                    Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+                }
+            }
         }
     }
 
+    fn give_up(self) {
+        if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
+            self.shared.stop(None);
+        }
+        if let Ok(stopped) = self.stopped.try_recv() {
+            self.finish(stopped);
+        }
+    }
+
+    fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
+        device::obstacles(options)
+    }
+
+    fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
+        device::check_take_over(options, block_device)
+    }
+
+    fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
+        device::check_successor(dir, options, bytes)
+    }
+}
+
+impl Daemon {
     /// Does not wait for I/O in flight. The files of a remaining block device stay, so that `blkq recover`
     /// and `blkq detach` find it.
     fn exit_at_once(self) -> ExitCode {
@@ -346,4 +290,46 @@ impl Daemon {
         }
         code
     }
+}
+
+fn reload_certificates(shared: &Shared) {
+    let done = match shared.device.reload_certificates() {
+        Ok(None) => "no certificates to reload".to_owned(),
+        Ok(Some(directory)) => format!("reloaded the certificates in {}", directory.display()),
+        Err(failure) => failure.to_string(),
+    };
+    log::line(&format!("{}: {done}", Signal::Hangup.name()));
+}
+
+/// The options of the device, and what its last daemon left: the settings that were changed, and the state of a block
+/// device.
+type Left<'a> = (Claim, &'a AttachOptions, Vec<(String, String)>, Option<StateFile>);
+
+/// Claims the name of the device that this daemon begins to serve.
+fn claim<'a>(dir: &StateDir, start: Start<'a>) -> Outcome<Left<'a>> {
+    let resolved = |options: &AttachOptions| device::absolute(&device::with_ceph_files(options));
+    Ok(match start {
+        Start::New(options) => {
+            let resolved = resolved(options)?;
+            let claim = match &options.name {
+                Some(name) => dir.claim(name)?,
+                None => dir.claim_unique(&options.default_name(), &resolved)?,
+            };
+            claim.check_attach(&resolved)?;
+            (claim, options, Vec::new(), None)
+        }
+        Start::Successor { name, options, settings } => {
+            let claim = dir.claim_for_successor(name)?;
+            // The options of a service are those of its file now.
+            claim.check_continues(&resolved(&with_write_access(options, &settings))?)?;
+            (claim, options, settings, None)
+        }
+        Start::Recovery { options, orphan } => {
+            let Orphan { claim, state } = *orphan;
+            for suffix in [".control", ".nbd", ".vhost"] {
+                claim.remove_socket(suffix)?;
+            }
+            (claim, options, Vec::new(), Some(state))
+        }
+    })
 }

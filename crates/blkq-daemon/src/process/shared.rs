@@ -10,12 +10,13 @@ use blkq::sync::{lock, try_lock};
 use blkq::units::format_bytes;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DaemonState;
+use blkq_protocol::options::{Setting, is_removed, parse_new_group_name};
 use blkq_protocol::state::overwrite_state;
 use blkq_protocol::system::signals::Signal;
-use rustix::process::Uid;
+use rustix::process::{Uid, geteuid};
 
 use super::systemd::notify;
-use crate::device::Device;
+use crate::device::{Change, Device, Permit};
 use crate::log;
 
 /// How long a daemon that leaves its device to the next daemon waits until commands have been answered, and how long a
@@ -89,17 +90,15 @@ pub(super) struct Stopped {
 }
 
 impl Shared {
-    /// The user `owner` runs the daemon. When the device has stopped, `stopped` gets a message, `waker` a
-    /// byte.
+    /// When the device has stopped, `stopped` gets a message, `waker` a byte.
     pub(super) fn new(
-        owner: Uid,
         device: Device,
         stopped: Sender<Stopped>,
         waker: UnixStream,
         state_file: File,
     ) -> Arc<Shared> {
         Arc::new(Shared {
-            owner,
+            owner: geteuid(),
             device,
             stage: Mutex::new(Stage::Serving),
             state_file,
@@ -120,6 +119,11 @@ impl Shared {
 
     pub(super) fn stage(&self) -> MutexGuard<'_, Stage> {
         lock(&self.stage)
+    }
+
+    /// Fails if the device can no longer be changed.
+    pub(super) fn check_stage(&self) -> Outcome {
+        self.stage().check()
     }
 
     /// `None` if another thread holds the lock.
@@ -214,7 +218,7 @@ impl Shared {
     /// Returns `false` if I/O in flight prevented this and the caller must try again. `waiting` holds the
     /// last failure, so that it is logged only once.
     fn follow_size(&self, waiting: &mut Option<Failure>) -> bool {
-        let open = self.stage().check();
+        let open = self.check_stage();
         match open.and_then(|()| self.device.follow_size()) {
             Ok(None) => true,
             Ok(Some(bytes)) => {
@@ -308,6 +312,93 @@ impl Shared {
         Termination::NoThread
     }
 
+    pub(super) fn set(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
+        self.check_stage()?;
+        self.save(self.change(settings, permit), "set, but not saved")
+    }
+
+    pub(super) fn join_group(&self, group: &str, file: File, permit: Permit) -> Outcome {
+        self.check_stage()?;
+        let group = parse_new_group_name(group).map_err(Failure::new)?;
+        self.save(self.device.join_group(&group, file, permit), "joined, but not saved")
+    }
+
+    /// Changes all settings whose value differs, and reloads the certificates: all of it, or nothing.
+    pub(super) fn apply(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
+        self.check_stage()?;
+        let changes = self.device.prepare_changes(settings)?;
+        let certificates = self.device.prepare_certificates()?;
+        let mut done = Vec::new();
+        let set = changes.iter().try_for_each(|change| {
+            let (key, value) = change.to.to_text();
+            log::line(&format!("set {key}={value}"));
+            self.change_to(&change.to, permit).map_err(|e| e.during(format_args!("{key}={value}")))?;
+            done.push(change);
+            Ok(())
+        });
+        // If nothing changed, a state file that cannot be written is no reason to fail.
+        let kept =
+            set.and_then(|()| if changes.is_empty() { Ok(()) } else { self.save(Ok(()), "cannot be saved") });
+        kept.map_err(|failure| self.undo(&done, failure))?;
+        if let Some((directory, certificates)) = certificates {
+            certificates.install();
+            log::line(&format!("reloaded the certificates in {}", directory.display()));
+        }
+        Ok(())
+    }
+
+    /// Returns `failure`, with the changes that could not be undone.
+    fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
+        for change in done.iter().rev() {
+            log::line(&format!("undo {}", change.to.name()));
+            if let Err(e) = self.device.undo(change) {
+                let (key, value) = change.to.to_text();
+                failure = Failure::new(format!("{failure} ({key}={value} could not be undone: {e})"));
+            }
+        }
+        failure
+    }
+
+    /// Saves the settings after they were `changed`. A failure to save begins with `otherwise`.
+    fn save(&self, changed: Outcome, otherwise: &str) -> Outcome {
+        let stage = self.stage();
+        match *stage {
+            // If one of several settings could not be set, those before it were set, and are saved.
+            Stage::Serving => {
+                let written = self.device.state().and_then(|state| self.write_state(&state));
+                changed.and(written.map_err(|e| e.during(format_args!("{otherwise} for the next daemon"))))
+            }
+            // The next daemon has already read the state file, so the change would be lost.
+            Stage::Leaving => stage.check(),
+            // The state file is about to be removed.
+            Stage::Stopping => changed,
+        }
+    }
+
+    fn change(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
+        for (done, (key, value)) in settings.iter().enumerate() {
+            log::line(&format!("set {key}={value}"));
+            // An option that was removed is still accepted and ignored.
+            let set = || self.change_to(&self.device.read_setting(key, value)?, permit);
+            let changed = if is_removed(key) { Ok(()) } else { set() };
+            changed.map_err(|e| {
+                let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
+                let note =
+                    if done > 0 { format!(" (already set: {})", before.join(", ")) } else { String::new() };
+                Failure::new(format!("{key}={value}: {e}{note}"))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn change_to(&self, setting: &Setting, permit: Permit) -> Outcome {
+        // After `autoclear=off` has succeeded, the device must not detach. So the stage must not change before
+        // the setting has.
+        let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
+        staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
+        self.device.set(setting, permit)
+    }
+
     pub(super) fn write_state(&self, state: &DaemonState) -> Outcome {
         overwrite_state(&self.state_file, state)
     }
@@ -324,11 +415,10 @@ mod tests {
     use blkq::testing::wait_until;
     use blkq_protocol::harness::{options, scratch};
     use blkq_protocol::state::{Claim, StateDir};
-    use rustix::process::geteuid;
 
     use super::*;
-    use crate::device::{Permit, open};
-    use crate::process::answer::{ANSWERING_MAX, accept, accept_all};
+    use crate::device::open;
+    use crate::process::commands::{ANSWERING_MAX, accept, accept_all};
 
     struct Served {
         dir: StateDir,
@@ -344,7 +434,7 @@ mod tests {
             let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
             let device = open(&options, Vec::new(), &claim, Vec::new()).unwrap();
             let ((wake, waker), (sender, stopped)) = (UnixStream::pair().unwrap(), channel());
-            let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+            let shared = Shared::new(device, sender, waker, claim.write_state(&"").unwrap());
             Served { dir, claim, shared, _woken: (wake, stopped) }
         }
 
@@ -416,7 +506,7 @@ mod tests {
         let read_only = File::open(dir.file("a", ".json")).unwrap();
         let device = Arc::into_inner(shared).unwrap().device;
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, sender, waker, read_only);
+        let shared = Shared::new(device, sender, waker, read_only);
         let unsaved = apply(&shared, &changed).unwrap_err().to_string();
         assert!(unsaved.starts_with("cannot be saved for the next daemon: "), "{unsaved}");
         assert_eq!(now(&shared.device), before);
@@ -454,7 +544,7 @@ mod tests {
         };
         let stat = r#"{"command":"stat"}"#;
         let waiting = [stat, stat, r#"{"command":"set","settings":[["depth","9"]]}"#, stat].map(ask);
-        accept(shared, control.accept().unwrap().0);
+        accept(shared, control.accept().unwrap().0, None);
         *shared.stage() = Stage::Stopping;
         accept_all(shared, &control);
         let [first, second, third, last] = waiting.map(|stream| {

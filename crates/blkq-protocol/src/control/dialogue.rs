@@ -1,24 +1,19 @@
-use std::io::{self, IoSlice};
-use std::mem::MaybeUninit;
+use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::files::send_files;
 use super::{
     ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, is_readable, not_accepting, receive,
     receive_with_file, refused, send,
 };
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
-
-/// Maximum number of files that the client sends with one step.
-pub const FILES_MAX: usize = 3;
 
 /// How long [`Dialogue::end`] waits. It is longer than a daemon waits for its engines, so only a daemon that does not
 /// respond exceeds it.
@@ -87,17 +82,14 @@ impl Dialogue {
         self.reply()
     }
 
-    /// Sends the byte of the next step with `files`, at most [`FILES_MAX`].
+    /// Sends the byte of the next step with `files`, at most [`FILES_MAX`](super::files::FILES_MAX).
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(files));
-        }
-        match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
+        match send_files(&self.stream, b"\n", files) {
             // The daemon has cancelled the command. Its reply, which is read next, says why.
-            Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
-            Err(e) => Err(no_answer(e.into())),
+            Err(e) if !matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+                Err(no_answer(e))
+            }
+            _ => Ok(()),
         }
     }
 

@@ -3,15 +3,15 @@
 
 pub mod bitmaps;
 mod dialogue;
+pub mod files;
 pub mod statistics;
 mod stopped;
 
-pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
+pub use dialogue::{BegunCommit, Committed, Dialogue, Snapshotted};
 
 use std::ffi::OsStr;
 use std::fmt::{self, Display, Formatter};
-use std::io::{self, IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -20,12 +20,13 @@ use std::time::{Duration, Instant};
 use blkq::units::format_bytes;
 use blkq_export::peer::Peer;
 use rustix::io::retry_on_intr;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
+use rustix::net::{RecvFlags, recv};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::control::bitmaps::BitmapChange;
+use crate::control::files::receive_files;
 use crate::control::statistics::Statistics;
 use crate::failure::similar::closest;
 use crate::failure::{Failure, Outcome, print_error};
@@ -485,21 +486,12 @@ fn receive_with_file<T: DeserializeOwned>(
         }
         let (seen, _) = retry_on_intr(|| recv(stream, &mut piece[..], RecvFlags::PEEK))?;
         let line = piece[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = retry_on_intr(|| {
-            let pieces = &mut [IoSliceMut::new(&mut piece[..line])];
-            recvmsg(stream, pieces, &mut control, RecvFlags::CMSG_CLOEXEC)
-        })?;
-        if received.bytes == 0 {
+        let (received, files) = receive_files(stream, &mut piece[..line])?;
+        if received == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
         }
-        answer.extend_from_slice(&piece[..received.bytes]);
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(files) = message {
-                file = files.last().or(file);
-            }
-        }
+        answer.extend_from_slice(&piece[..received]);
+        file = files.into_iter().last().or(file);
     }
     Ok((serde_json::from_slice(&answer)?, file))
 }
