@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use blkq::Disk;
 use blkq::disk::AutoLimiter;
 use blkq::sync::lock;
 use blkq::throttle::{LimitMode, Member};
+use blkq::{Disk, PeriodicThread};
 use blkq_protocol::failure::Outcome;
-use blkq_protocol::group::{GroupWatch, Joined};
+use blkq_protocol::group::{self, Joined};
 use blkq_protocol::options::AttachOptions;
 
 use super::running::Running;
@@ -21,7 +21,7 @@ pub(super) struct BackgroundThreads {
     wants_auto_limit: bool,
     pub(super) hangs: HangWatch,
     pub(super) metrics: Option<Endpoint>,
-    group_watch: Option<GroupWatch>,
+    group_watch: Option<PeriodicThread>,
 }
 
 impl BackgroundThreads {
@@ -29,16 +29,15 @@ impl BackgroundThreads {
         options: &AttachOptions,
         hangs: HangWatch,
         metrics: Option<Endpoint>,
-        group_watch: Option<GroupWatch>,
     ) -> BackgroundThreads {
         let wants_auto_limit = options.limit == LimitMode::Auto;
-        BackgroundThreads { auto_limit: None, wants_auto_limit, hangs, metrics, group_watch }
+        BackgroundThreads { auto_limit: None, wants_auto_limit, hangs, metrics, group_watch: None }
     }
 
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub(super) fn start(&mut self, running: &Arc<Running>) -> Outcome {
         self.hangs.start(log::line)?;
-        self.group_watch.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
+        self.watch_group(running)?;
         if std::mem::take(&mut self.wants_auto_limit) {
             self.auto_limit = Some(AutoLimiter::start(&running.disk)?);
         }
@@ -66,15 +65,19 @@ impl BackgroundThreads {
 
     /// The device leaves its previous group. If the thread of the group cannot be started, the device is in no group.
     pub(super) fn join_group(&mut self, running: &Running, joined: Joined, member: Member) -> Outcome {
-        let Running { disk, group, .. } = running;
-        let mut watch = GroupWatch::new(&joined, &member, disk.clone());
         // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
         // stop before the disk gets a member of another group.
         self.group_watch = None;
-        disk.join_group(member);
-        *lock(group) = Some(joined);
-        watch.start(log::line).inspect_err(|_| self.leave_group(running))?;
-        self.group_watch = Some(watch);
+        running.disk.join_group(member);
+        *lock(&running.group) = Some(joined);
+        self.watch_group(running).inspect_err(|_| self.leave_group(running))
+    }
+
+    fn watch_group(&mut self, running: &Running) -> Outcome {
+        let Running { disk, group, .. } = running;
+        if let (Some(joined), Some(member)) = (&*lock(group), disk.group_member()) {
+            self.group_watch = Some(group::watch(joined, &member, disk.clone(), log::line)?);
+        }
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Live block commit: copies the overlay into its backing file, then pivots the device to that file.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,11 +12,9 @@ use blkq_drivers::no_backing_file;
 use blkq_drivers::qcow2::{BackingFile, BaseFiles, BlockCommit, CommitSource};
 use blkq_protocol::control::Committed;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::{CommitInfo, DaemonState};
 use blkq_protocol::options::Record;
 
-use super::running::{Running, new_warnings};
-use super::{Device, Permit, Served};
+use super::running::{Running, Served, new_warnings};
 use crate::log;
 
 /// Number of passes in which copying pauses while clients do I/O.
@@ -28,48 +26,8 @@ const LAST_PASS_MAX: Duration = Duration::from_secs(10);
 /// Assumed until a rate was measured, in bytes per second.
 const RATE_ASSUMED: f64 = 1e8;
 
-/// Serializes the changes of a device. A block commit is a change that takes long: while it copies, it excludes only
-/// other changes of the image.
-#[derive(Default)]
-pub(super) struct Changes {
-    /// May be held while waiting for I/O.
-    changing: Mutex<()>,
-    /// The block commit in progress.
-    commit: Mutex<Option<CommitInfo>>,
-}
-
-impl Changes {
-    /// Waits for a change in progress, and excludes others until the returned guard is dropped. Fails as `permit` does,
-    /// which is called when no other change is in progress: the client may have exited meanwhile.
-    pub(super) fn begin(&self, permit: Permit) -> Outcome<MutexGuard<'_, ()>> {
-        let changing = lock(&self.changing);
-        permit().map(|()| changing)
-    }
-
-    /// Refuses another change of the image while a block commit is in progress, and names its client.
-    pub(super) fn check_no_commit(&self) -> Outcome {
-        match self.commit() {
-            None => Ok(()),
-            Some(CommitInfo { by, .. }) => Err(Failure::new(format!(
-                "a block commit by {by} is in progress; wait for it, or stop that process"
-            ))),
-        }
-    }
-
-    /// The block commit in progress.
-    pub(super) fn commit(&self) -> Option<CommitInfo> {
-        lock(&self.commit).clone()
-    }
-
-    #[cfg(test)]
-    pub(super) fn is_changing(&self) -> bool {
-        self.changing.try_lock().is_err()
-    }
-}
-
 /// A block commit in progress, which ends when this is dropped.
 pub(super) struct Commit<'a> {
-    device: &'a Device,
     running: &'a Arc<Running>,
     commit: BlockCommit,
     /// The driver of the overlay.
@@ -86,14 +44,13 @@ impl Drop for Commit<'_> {
         if let Err(error) = self.commit.stop() {
             log::line(&format!("warning: cannot restore the shared lock on the backing file: {error}"));
         }
-        *lock(&self.running.changes.commit) = None;
+        self.running.changes.end_commit();
     }
 }
 
 impl<'a> Commit<'a> {
     /// Begins what `Device::commit` does.
     pub(super) fn begin(
-        device: &'a Device,
         running: &'a Arc<Running>,
         files: BaseFiles,
         number: u64,
@@ -102,17 +59,16 @@ impl<'a> Commit<'a> {
     ) -> Outcome<Commit<'a>> {
         running.check_not_held()?;
         // From here on, either another change has completed, or it is refused because this one is published.
-        let _changing = lock(&running.changes.changing);
+        let _changing = running.changes.begin(&|| Ok(()))?;
         let top = running.disk.driver();
         let source = source(running)?;
-        let next = next_image(device, running, source.base(), number)?;
+        let next = next_image(running, source.base(), number)?;
         running.changes.check_no_commit()?;
         let size = running.disk.limits().size_bytes();
-        let begun = source.begin(files, device.journals.as_deref());
+        let begun = source.begin(files, running.journals.as_deref());
         let commit = begun.map_err(|e| not_begun(e, size))?;
-        let (into, by) = (next.image.clone(), client.to_owned());
-        *lock(&running.changes.commit) = Some(CommitInfo { into, by, copied_bytes: 0, total_bytes: 0 });
-        let commit = Commit { device, running, commit, top, next, stop, passes: 0 };
+        running.changes.begin_commit(next.image.clone(), client.to_owned());
+        let commit = Commit { running, commit, top, next, stop, passes: 0 };
         prepare(running, commit.commit.driver()?)?;
         Ok(commit)
     }
@@ -121,16 +77,15 @@ impl<'a> Commit<'a> {
     pub(super) fn run<G>(
         mut self,
         last: impl Fn() -> Outcome<Option<G>>,
-        save: impl FnOnce(&DaemonState) -> Outcome,
+        save: impl FnOnce() -> Outcome,
     ) -> Outcome<Committed> {
-        let (device, running) = (self.device, self.running);
+        let running = self.running;
         self.commit.count(self.stop)?;
         loop {
             let most = self.copy_passes()?;
-            let changing = lock(&running.changes.changing);
+            let changing = running.changes.begin(&|| Ok(()))?;
             running.check_not_held()?;
-            let state = DaemonState { image: self.next.number, ..device.state()? };
-            let emptied = device.image();
+            let emptied = lock(&running.served).image.clone();
             let exchange = running.disk.begin_exchange()?;
             if !Arc::ptr_eq(&running.disk.driver(), &self.top) {
                 return Err(Failure::new("the device has switched to another image; try again"));
@@ -145,8 +100,8 @@ impl<'a> Commit<'a> {
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (self.next.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*self.top);
-            running.replace(&exchange, commit.finish(|| save(&state))?.into())?;
-            *lock(&device.served) = self.next.clone();
+            running.replace(&exchange, commit.finish(save)?.into())?;
+            *lock(&running.served) = self.next.clone();
             drop(exchange);
             // The locks are released before the flush below, which may take long or hang: a forced stop must
             // not wait for it.
@@ -169,9 +124,7 @@ impl<'a> Commit<'a> {
             while commit.find(*stop, || running.flush_unless_stopped(*stop))? {
                 loop {
                     stop()?;
-                    if let Some(info) = &mut *lock(&running.changes.commit) {
-                        (info.copied_bytes, info.total_bytes) = commit.progress();
-                    }
+                    running.changes.report(commit.progress());
                     let (begin, data) = (Instant::now(), commit.data_bytes());
                     if !commit.copy()? {
                         break;
@@ -238,8 +191,8 @@ fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
 }
 
 /// The image after the pivot to `base`.
-fn next_image(device: &Device, running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
-    let options = lock(&device.served).attach_options.as_ref().map(Record::read).transpose()?;
+fn next_image(running: &Running, base: &BackingFile, number: u64) -> Outcome<Served> {
+    let options = lock(&running.served).attach_options.as_ref().map(Record::read).transpose()?;
     let unknown = "the attach options of this device are unknown; detach it and attach it again";
     let options = options.ok_or_else(|| Failure::new(unknown))?;
     let options =

@@ -1,6 +1,6 @@
 //! The state of a device, for `blkq show` and `blkq list`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::QueueLimits;
@@ -11,28 +11,42 @@ use blkq_export::nbd::{ConnectionInfo, NbdCounters};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters, VhostUserDevice};
 use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use blkq_protocol::failure::Failure;
+use blkq_protocol::info::{ClientInfo, Confinement, DeviceInfo, DirectIoInfo};
 use blkq_protocol::options::{Key, ROWS, Scope};
 
-use super::Device;
 use super::running::Running;
 use super::settings::LiveSettings;
 use crate::log;
 
+/// Facts that do not change after the attach.
+pub(super) struct Attached {
+    pub(super) state_directory: PathBuf,
+    pub(super) warnings: Vec<String>,
+    /// Why the device is not exported over ublk, if that would have been the default.
+    pub(super) fallback: Option<Failure>,
+    pub(super) partscan: bool,
+    pub(super) flushes_ignored: bool,
+}
+
 /// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
 const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];
 
-/// Describes a device that is `running`.
-pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
-    let now = lock(&device.served).clone();
-    let attached = &device.attached;
+/// Describes a device.
+pub(super) fn info(
+    attached: &Attached,
+    settings: &LiveSettings,
+    sandbox: Confinement,
+    running: &Running,
+) -> DeviceInfo {
+    let now = lock(&running.served).clone();
     let disk = &running.disk;
     let limits = disk.limits();
     let mut facts = disk.driver().describe();
     let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
     let front_end = front_end.as_ref();
     let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
-    let settings = settings_now(&device.settings, running, &facts, front_end).map(owned).collect();
+    let in_force = settings_now(settings, running, &facts, front_end).map(owned).collect();
     let direct_io = take_direct_io(&mut facts);
     // Shown with the settings.
     take(&mut facts, Key::Dispatch.row().name);
@@ -52,7 +66,7 @@ pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
     warnings.extend(front_end.into_iter().flat_map(rejected_rings));
     warnings.extend(front_end.and_then(unregistered_memory));
     DeviceInfo {
-        name: attached.name.clone(),
+        name: disk.name().to_owned(),
         pid: std::process::id(),
         uptime_seconds: running.uptime_ns() / 1_000_000_000,
         state_directory: attached.state_directory.clone(),
@@ -65,16 +79,16 @@ pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
         sector_size: limits.logical_block_bytes,
         physical_sector_size: limits.physical_block_bytes,
         read_only: limits.read_only,
-        autoclear: device.is_autoclear(),
+        autoclear: settings.is_autoclear(),
         held: disk.held(),
         commit: running.changes.commit(),
         unsafe_flush_ignore: attached.flushes_ignored,
         partscan: attached.partscan,
-        sandbox: device.confinement.clone(),
+        sandbox,
         direct_io,
         attach_options: now.attach_options,
         capabilities: capabilities(&limits),
-        settings,
+        settings: in_force,
         driver_facts: facts.into_iter().map(owned).collect(),
         warnings,
     }

@@ -83,9 +83,9 @@ pub fn is_mounted(path: &Path) -> bool {
         || holders.is_ok_and(|mut holders| holders.next().is_some())
 }
 
-/// Those of `processes` that hold locks on bytes of `window` of the file, sorted, without this process. The fdinfo of each
-/// open file is read, because nothing else names the owner: the locks belong to open file descriptions, for which neither
-/// `F_OFD_GETLK` nor /proc/locks reports a process.
+/// Returns each of `processes`, except this one, that holds a lock on bytes of `window` of the file. Sorted. The fdinfo
+/// of each open file is read, because nothing else names the owner: the locks belong to open file descriptions, for
+/// which neither `F_OFD_GETLK` nor /proc/locks reports a process.
 fn holders(mut processes: Vec<u32>, path: &Path, window: Window) -> Vec<u32> {
     let Some(file) = FileId::of(path) else { return Vec::new() };
     let (path, own) = (path.canonicalize().unwrap_or_default(), std::process::id());

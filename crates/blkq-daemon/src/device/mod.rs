@@ -1,18 +1,16 @@
 //! Serves a device: connects the block layer to an image and to the exports.
 
-mod access;
 mod background;
+mod changes;
 mod commit;
-mod descriptors;
-mod disk;
+mod events;
 mod exports;
 mod facts;
 mod image;
+mod limits;
 mod listen;
 pub mod lock_holders;
-mod memory_limits;
 mod open;
-mod opened;
 mod persistent_bitmaps;
 mod preflight;
 mod running;
@@ -22,7 +20,6 @@ mod settings;
 mod trace;
 
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
@@ -30,8 +27,8 @@ use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
 use blkq::units::format_bytes;
-use blkq::{Driver, ErrorKind, Resume};
-use blkq_drivers::qcow2::{BaseFiles, Journals, Qcow2};
+use blkq::{ErrorKind, Resume};
+use blkq_drivers::qcow2::{BaseFiles, Qcow2};
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
@@ -41,33 +38,30 @@ use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
 use blkq_protocol::options::{AttachOptions, Record, Setting};
-use rustix::event::{EventfdFlags, eventfd};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
 
 use commit::Commit;
+use facts::Attached;
 use image::image_name;
-use running::{Running, new_warnings, stopping};
+use running::{Running, Served, new_warnings, stopping};
 use settings::LiveSettings;
 use trace::{DeviceTrace, Tracing};
 
+pub use changes::Permit;
+pub use events::{Events, take};
 pub use image::{absolute, with_ceph_files};
 pub use open::{FLUSHES_IGNORED, open, recover};
 pub use preflight::{check_successor, check_take_over, obstacles};
 pub use settings::Change;
 
-/// Fails if a change must not be made, because its client has exited.
-pub type Permit<'a> = &'a dyn Fn() -> Outcome;
-
 pub struct Device {
     /// The first field, because fields are dropped in order: its threads stop before `running` does.
     settings: LiveSettings,
     attached: Attached,
-    served: Mutex<Served>,
     events: Events,
     certificates: Option<TlsCertificates>,
-    journals: Option<Arc<Journals>>,
     /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
     /// if the user disabled the sandbox.
     needs: Option<Needs>,
@@ -76,61 +70,6 @@ pub struct Device {
     has_block_device: AtomicBool,
     tracing: Tracing,
     running: Mutex<Option<Arc<Running>>>,
-}
-
-/// Facts that do not change after the attach.
-struct Attached {
-    name: String,
-    state_directory: PathBuf,
-    warnings: Vec<String>,
-    /// Why the device is not exported over ublk, if that would have been the default.
-    fallback: Option<Failure>,
-    partscan: bool,
-    flushes_ignored: bool,
-}
-
-#[derive(Clone)]
-struct Served {
-    image: String,
-    /// The number of the image in `NAME.options`.
-    number: u64,
-    attach_options: Option<Record>,
-}
-
-/// Nonblocking eventfds for which the daemon of a device polls.
-pub struct Events {
-    /// The last client has disconnected, whether or not the device detaches with it.
-    pub idle: Arc<OwnedFd>,
-    /// The kernel rejected a command of the block device's queues.
-    pub failure: Arc<OwnedFd>,
-    /// The size of the image may have changed.
-    pub size: Arc<OwnedFd>,
-    /// A client was rejected or disconnected.
-    pub rejection: Arc<OwnedFd>,
-}
-
-impl Events {
-    /// `idle` comes from [`new_event`]. Fails if no file descriptor is left.
-    fn new(idle: Arc<OwnedFd>, driver: &dyn Driver) -> Outcome<Events> {
-        let size = match driver.size_event() {
-            Some(event) => {
-                let cloned = event.try_clone_to_owned();
-                Arc::new(cloned.map_err(|e| Failure::new(format!("cannot duplicate an eventfd: {e}")))?)
-            }
-            None => new_event()?,
-        };
-        Ok(Events { idle, failure: new_event()?, size, rejection: new_event()? })
-    }
-}
-
-fn new_event() -> Outcome<Arc<OwnedFd>> {
-    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-    event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))
-}
-
-/// A failed read is ignored: another thread may have reset the event.
-pub fn take(event: impl AsFd) {
-    let _ = rustix::io::read(event, &mut [0; 8]);
 }
 
 impl Device {
@@ -175,8 +114,8 @@ impl Device {
     }
 
     /// A name that other processes understand.
-    pub fn image(&self) -> String {
-        lock(&self.served).image.clone()
+    pub fn image(&self) -> Outcome<String> {
+        Ok(lock(&self.running()?.served).image.clone())
     }
 
     /// Whether the device detaches with its last client.
@@ -229,7 +168,7 @@ impl Device {
         let running = self.running()?;
         Ok(DaemonState {
             pid: std::process::id(),
-            image: lock(&self.served).number,
+            image: lock(&running.served).number,
             exports: running.exports(),
             settings: self.settings.saved.changed(),
         })
@@ -305,7 +244,7 @@ impl Device {
 
     /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
-        Ok(facts::info(self, &*self.running()?))
+        Ok(facts::info(&self.attached, &self.settings, self.confinement.clone(), &*self.running()?))
     }
 
     /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
@@ -415,10 +354,10 @@ impl Device {
         let before = running.disk.driver();
         let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
         let next =
-            Opened::from(Qcow2::over(image.overlay_base()?, file, path, self.journals.as_deref())?);
+            Opened::from(Qcow2::over(image.overlay_base()?, file, path, running.journals.as_deref())?);
         exchange.check(&*next.driver)?;
         let no_journals = "the directory of journals was not available when the device was attached";
-        running.check_outlives(&*next.driver, self.journals.is_none().then_some(no_journals))?;
+        running.check_outlives(&*next.driver, running.journals.is_none().then_some(no_journals))?;
         next.driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         ready()?;
         save(&state)?;
@@ -428,7 +367,7 @@ impl Device {
         if let Err(error) = image.supersede() {
             log::line(&format!("warning: cannot close the previous image: {error}"));
         }
-        *lock(&self.served) = served;
+        *lock(&running.served) = served;
         drop(exchange);
         running.log_broken();
         Ok(warnings)
@@ -456,7 +395,8 @@ impl Device {
         last: impl Fn() -> Outcome<Option<G>>,
         save: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Committed> {
-        Commit::begin(self, &self.running()?, files, number, client, stop)?.run(last, save)
+        let save = || save(&DaemonState { image: number, ..self.state()? });
+        Commit::begin(&self.running()?, files, number, client, stop)?.run(last, save)
     }
 
     /// As [`Running::close`].
@@ -474,6 +414,8 @@ impl Device {
     pub fn stop(&self) -> Outcome {
         // The background threads may hold references to `running`.
         self.settings.stop_threads();
-        lock(&self.running).take().map_or(Ok(()), Running::stop)
+        // The lock is released before this waits for the commands that use the device.
+        let Some(running) = lock(&self.running).take() else { return Ok(()) };
+        running.stop()
     }
 }

@@ -7,27 +7,42 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
-use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
+use blkq::throttle::WEIGHT_DEFAULT;
+use blkq::{Disk, Driver, EngineThread};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::Journals;
+use blkq_export::Listen;
+use blkq_export::nbd::TlsOptions;
+use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::{self, Joined};
 use blkq_protocol::info::{Confinement, DaemonState, StateFile};
 use blkq_protocol::options::{AttachOptions, Export, Record, with_write_access};
-use blkq_protocol::state::{Claim, DYING_WAIT};
+use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
+use rustix::fs::{CWD, Mode, OFlags, openat};
 
+use super::Device;
 use super::background::BackgroundThreads;
-use super::commit::Changes;
-use super::disk::ServedDisk;
+use super::changes::Changes;
+use super::events::{Events, new_event};
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
-use super::image::{Opening, absolute, image_name, keep_format, keep_size, serves_bytes, with_ceph_files};
-use super::listen::Sockets;
-use super::opened::Opened;
-use super::running::Running;
+use super::facts::Attached;
+use super::image::{
+    Opening, absolute, ceph_mounts, image_name, journals, keep_format, keep_size, open_driver, refusal,
+    serves_bytes, with_ceph_files,
+};
+use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
+use super::persistent_bitmaps::PersistentBitmaps;
+use super::running::{Running, Served};
 use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
-use super::settings::LiveSettings;
+use super::settings::{LiveSettings, apply};
 use super::trace::Tracing;
-use super::{Attached, Device, Events, Served, new_event};
 use crate::hangs::HangWatch;
+use crate::log;
 use crate::metrics::Endpoint;
+use crate::pid_file::real_path;
+use crate::sandbox::{self, Needs};
 
 /// A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
@@ -131,12 +146,27 @@ impl Plan<'_> {
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
         claim.write_owner(source.driver.owner().as_deref())?;
 
+        let disk = build_disk(options, claim, source.driver)?;
+        let (bitmaps, mut warnings) = PersistentBitmaps::load(&disk)?;
+        // A child process must not inherit the group's file: a lock on it would then survive this process.
+        let group = join_group(options, claim, &disk).or_else(|failure| match is_take_over {
+            // The device's clients wait for I/O, which matters more than the limits of the group.
+            true => {
+                let warning = format!(
+                    "only the limits of the device itself apply, because it cannot join its group: {failure}"
+                );
+                log::line(&format!("warning: {warning}"));
+                warnings.push(warning);
+                Ok(None)
+            }
+            false => Err(failure),
+        })?;
+        saved.restore(disk.limits().read_only, |setting| apply(&disk, None, setting))?;
         let partscan = block_device.is_some() && !options.partscan.refused;
-        let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, is_take_over, partscan)?;
-        let handles: Vec<_> = of_disk.engines.iter().map(|engine| engine.handle().clone()).collect();
         // `engines` is declared last, so it is dropped first if a later step fails: this thread closes the
         // image, which the confined engines must not do.
-        let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
+        let engines = start_engines(&disk, options.sandbox, partscan)?;
+        let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();
         let events = Events::new(idle, &*disk.driver())?;
         let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
         warnings.extend(no_journals);
@@ -157,6 +187,8 @@ impl Plan<'_> {
         };
         let (servers, of_servers) = Servers::start(options, sockets, context)?;
         warnings.extend(of_servers);
+        let number = served.number;
+        served.image = image;
         let hangs = HangWatch::new(disk.clone(), handles.clone(), options.hang_warning);
         let mut running = Running {
             servers,
@@ -164,6 +196,8 @@ impl Plan<'_> {
             engines,
             bitmaps,
             image: Mutex::new(source.image),
+            served: Mutex::new(served),
+            journals,
             disk,
             changes: Changes::default(),
             group: Mutex::new(group),
@@ -173,44 +207,46 @@ impl Plan<'_> {
         if let (Some(identity), Some(children)) = (block_device, children) {
             let (disk, failure_event) = (&running.disk, events.failure.clone());
             let (copy, threads_per_queue) = (options.copy.mode(), options.threads_per_queue);
-            let started = if is_take_over {
-                UblkDevice::take_over(identity, disk, &handles, threads_per_queue, children, failure_event)
-                    .map_err(not_taken_over)
-            } else {
-                // The state file is written before the block device is created, so that a block device never
-                // exists without one, even if this daemon is killed.
-                claim.write_state(&DaemonState {
-                    pid: std::process::id(),
-                    image: served.number,
-                    exports: Vec::new(),
-                    settings: settings.changed(),
-                })?;
-                let (recoverable, (setup, users)) = (!disk.driver().is_lost_with_process(), children);
-                let options = UblkOptions {
-                    identity,
-                    recoverable,
-                    partscan,
-                    copy,
-                    threads_per_queue,
-                    setup,
-                    users,
-                    failure_event,
-                };
-                UblkDevice::start(disk, &handles, options).map_err(|error| no_block_device(error, copy))
+            let start = || match is_take_over {
+                true => {
+                    let threads = threads_per_queue;
+                    UblkDevice::take_over(identity, disk, &handles, threads, children, failure_event)
+                        .map_err(not_taken_over)
+                }
+                false => {
+                    // The state file is written before the block device is created, so that a block device never
+                    // exists without one, even if this daemon is killed.
+                    claim.write_state(&DaemonState {
+                        pid: std::process::id(),
+                        image: number,
+                        exports: Vec::new(),
+                        settings: settings.changed(),
+                    })?;
+                    let (setup, users) = children;
+                    let options = UblkOptions {
+                        identity,
+                        recoverable: !disk.driver().is_lost_with_process(),
+                        partscan,
+                        copy,
+                        threads_per_queue,
+                        setup,
+                        users,
+                        failure_event,
+                    };
+                    UblkDevice::start(disk, &handles, options).map_err(|error| no_block_device(error, copy))
+                }
             };
-            let started = started.inspect_err(|_| running.servers.close())?;
+            let started = start().inspect_err(|_| running.servers.close())?;
             needs.block_device = Some(started.identity().id);
             running.ublk = Some(started);
         }
-        served.image = image;
 
         if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
         warnings.extend(metrics.as_ref().and_then(|endpoint| endpoint.warning.clone()));
-        let threads = BackgroundThreads::new(options, hangs, metrics, group_watch);
+        let threads = BackgroundThreads::new(options, hangs, metrics);
         let attached = Attached {
-            name: claim.name().to_owned(),
             state_directory: claim.dir().path().to_owned(),
             warnings,
             fallback: None,
@@ -220,10 +256,8 @@ impl Plan<'_> {
         Ok(Device {
             settings: LiveSettings::new(settings, options.autoclear, threads),
             attached,
-            served: Mutex::new(served),
             events,
             certificates,
-            journals,
             needs: options.sandbox.then_some(needs),
             confinement: Confinement::default(),
             has_block_device: AtomicBool::new(block_device.is_some()),
@@ -240,4 +274,144 @@ impl Served {
         let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
         Ok(Served { image, number, attach_options: Some(options) })
     }
+}
+
+/// The files, locks and processes of a device, which are opened before its mounts are detached and threads are created.
+struct Opened {
+    /// A name that other processes understand.
+    image: String,
+    source: blkq_drivers::Opened,
+    journals: Option<Arc<Journals>>,
+    no_journals: Option<String>,
+    metrics: Option<Listen>,
+    tls: Option<TlsOptions>,
+    needs: Needs,
+    children: Option<(SetupProcess, IdleWatch)>,
+}
+
+impl Opened {
+    /// If `idle_event` is given, the device will have a block device: this process then gets a mount
+    /// namespace of its own, and the event becomes readable when the block device has no users. Fails if a
+    /// file cannot be opened or a process cannot be created.
+    fn new(
+        options: &AttachOptions,
+        claim: &Claim,
+        sockets: &Sockets,
+        idle_event: Option<&Arc<OwnedFd>>,
+        opening: Opening,
+    ) -> Outcome<Opened> {
+        let open = |journals| {
+            let opened = open_driver(claim.dir(), options, idle_event.is_some(), &opening, journals);
+            let opened = opened.map_err(|error| refusal(error, options, claim))?;
+            // A daemon may have exited since the check before the image was opened, and its device may wait for the
+            // next daemon.
+            claim.dir().check_not_waiting(claim.name(), options).map(|()| opened)
+        };
+        // The path must be resolved before the mount on which the image is may be detached.
+        let image = image_name(&options.image);
+        // An RBD image must be opened after the processes are forked, because its client library has threads.
+        // A file must be opened before, because its mount may be detached in between.
+        let is_file = !matches!(options.image, DriverSpec::Rbd(_));
+        let (journals, no_journals) = journals(options, claim.dir().path())?;
+        let source = is_file.then(|| open(journals.clone())).transpose()?;
+        let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
+        let tls = tls(options, claim.is_kept())?;
+        let listen = sockets.nbd.iter().chain(&metrics).chain(&sockets.vhost);
+        let mut needs = needs(options, listen.clone())?;
+        let certificates = tls.iter().flat_map(|tls| directories_of(tls.certificates.directory()));
+        needs.read.extend(certificates);
+        needs.journals = journals.as_ref().map(|journals| journals.directory().to_owned());
+        let children =
+            idle_event.map(|idle| fork_children(options, listen, &needs, is_file, idle)).transpose()?;
+        let source = source.map_or_else(|| open(None), Ok)?;
+        Ok(Opened { image, source, journals, no_journals, metrics, tls, needs, children })
+    }
+}
+
+/// Does not contain the block device, which is added later.
+fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
+    let mut needs = Needs::default();
+    if !options.sandbox {
+        return Ok(needs);
+    }
+    if let DriverSpec::Image(path) = &options.image {
+        let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        needs.image = Some(file.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?);
+    }
+    needs.removed.extend(listen.filter_map(unix_path));
+    Ok(needs)
+}
+
+/// Afterwards this process has a mount namespace of its own, with only the mounts that it needs.
+fn fork_children<'a>(
+    options: &AttachOptions,
+    listen: impl Iterator<Item = &'a Listen>,
+    needs: &Needs,
+    is_file: bool,
+    idle_event: &Arc<OwnedFd>,
+) -> Outcome<(SetupProcess, IdleWatch)> {
+    let mut kept = vec![StateDir::locate()?.path().to_owned()];
+    kept.extend(listen.filter_map(unix_path));
+    kept.extend(needs.read.iter().cloned());
+    kept.extend(ceph_mounts(options));
+    kept.extend(
+        options.pid_file.iter().flat_map(|path| [path.clone()].into_iter().chain(real_path(path).ok())),
+    );
+    if !is_file {
+        // The libraries may be on a mount that is detached below. Loading them creates no threads.
+        blkq_drivers::rbd::load()?;
+    }
+    process::prepare(&kept)?;
+    let sandbox = options.sandbox;
+    // SAFETY: this process has no other threads yet.
+    let setup = unsafe { SetupProcess::fork(move || !sandbox || sandbox::ublk_commands().is_ok()) }?;
+    // This process must be forked now: later this daemon has threads and lacks the privileges.
+    let confine = move || !sandbox || sandbox::watcher().is_ok();
+    // SAFETY: as above.
+    let users = unsafe { IdleWatch::fork(idle_event, confine) }?;
+    Ok((setup, users))
+}
+
+fn build_disk(options: &AttachOptions, claim: &Claim, driver: Arc<dyn Driver>) -> Outcome<Arc<Disk>> {
+    Ok(Disk::builder_shared(driver)
+        .name(claim.name())
+        .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
+        .depth(options.depth)
+        .scheduler(options.scheduler)
+        .merge(options.merge)
+        .early_submission(options.early_submission)
+        .batching(options.batching)
+        .iostats(options.iostats)
+        .clock(options.clock)
+        .read_only(options.read_only)
+        .rate_limits(options.limit.limits())
+        .error_policy(options.on_error)
+        .ignore_flushes(options.unsafe_flush_ignore)
+        .build()?)
+}
+
+fn join_group(options: &AttachOptions, claim: &Claim, disk: &Disk) -> Outcome<Option<Joined>> {
+    // The device may join a group later, when the daemon is confined.
+    group::prepare();
+    let Some(group) = &options.group else { return Ok(None) };
+    let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
+    let (joined, member) = Joined::open(claim.dir(), group, claim.name(), weight)?;
+    disk.join_group(member);
+    Ok(Some(joined))
+}
+
+/// If `sandbox` is set, engines are confined from the start; `partscan` keeps the capability that the kernel
+/// requires for a partition scan.
+fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
+    let start = || -> Outcome<Vec<EngineThread>> {
+        if sandbox {
+            sandbox::engine(partscan)?;
+        }
+        let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
+        Ok((0..disk.queue_count()).map(spawn).collect::<Result<_, _>>()?)
+    };
+    // Threads inherit the privileges of the thread that creates them. This short-lived thread drops its
+    // privileges, creates the engines and exits.
+    std::thread::scope(|scope| scope.spawn(start).join())
+        .unwrap_or_else(|_| Err(Failure::new("cannot start the engines")))
 }

@@ -8,6 +8,7 @@ use blkq::disk::Exchange;
 use blkq::sync::lock;
 use blkq::throttle::{Ceiling, RateLimits};
 use blkq::{Disk, Driver, EngineThread, StatsSnapshot};
+use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{Image, Opened};
 use blkq_export::nbd::{NbdCounters, NbdServer};
 use blkq_export::ublk::{Claimed, UblkDevice};
@@ -15,8 +16,9 @@ use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
+use blkq_protocol::options::Record;
 
-use super::commit::Changes;
+use super::changes::Changes;
 use super::persistent_bitmaps::PersistentBitmaps;
 use super::servers::{Connected, PausedServers, Servers};
 use crate::hangs::HangCounters;
@@ -31,6 +33,15 @@ const USERS_WAIT: Duration = Duration::from_secs(1);
 /// How long the last flush before a handover may take.
 const FLUSH_WAIT: Duration = Duration::from_secs(30);
 
+/// The image as other processes know it.
+#[derive(Clone)]
+pub(super) struct Served {
+    pub(super) image: String,
+    /// The number of the image in `NAME.options`.
+    pub(super) number: u64,
+    pub(super) attach_options: Option<Record>,
+}
+
 /// The parts of a device that exist while it is served, in the order in which they must stop: fields are
 /// dropped in order.
 pub(super) struct Running {
@@ -42,6 +53,8 @@ pub(super) struct Running {
     pub(super) bitmaps: PersistentBitmaps,
     /// Replaced together with the driver. `None` if the driver has no image.
     pub(super) image: Mutex<Option<Image>>,
+    pub(super) served: Mutex<Served>,
+    pub(super) journals: Option<Arc<Journals>>,
     pub(super) disk: Arc<Disk>,
     pub(super) changes: Changes,
     /// The group of the device. Replacing the value frees the device's slot in the previous group.

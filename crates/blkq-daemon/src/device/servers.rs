@@ -11,12 +11,10 @@ use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::AttachOptions;
 
-use super::Events;
-use super::access::socket_access;
-use super::descriptors::{clients_max, reserve};
+use super::events::Events;
 use super::image::RELEASE_WAIT;
-use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
-use super::memory_limits::memory_limits;
+use super::limits::{clients_max, memory_limits, reserve};
+use super::listen::{Sockets, no_server, socket_access, warn_of_access, warn_of_closed_directories};
 use crate::log;
 
 const CONNECTIONS: u16 = 64;

@@ -15,8 +15,8 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
 use blkq_protocol::options::{Key, Scope, Setting, is_removed};
 
-use super::Permit;
 use super::background::BackgroundThreads;
+use super::changes::Permit;
 use super::running::{Running, stopping};
 use super::saved_settings::DeviceSettings;
 
@@ -285,10 +285,10 @@ mod tests {
     use blkq_protocol::options::{AttachOptions, Row};
     use blkq_protocol::state::{Claim, parse_state};
 
-    use super::super::Served;
     use super::super::image::Opening;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
+    use super::super::running::Served;
     use super::*;
 
     fn plan<'a>(

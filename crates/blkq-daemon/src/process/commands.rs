@@ -261,7 +261,7 @@ fn snapshot(
         wait(stream)
     };
     let warnings = shared.device.snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
-    log::line(&format!("snapshot: the active image is now {}", shared.device.image()));
+    log::line(&format!("snapshot: the active image is now {}", shared.device.image()?));
     warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
     Ok(Snapshotted { warnings })
 }

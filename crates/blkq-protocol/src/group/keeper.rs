@@ -117,44 +117,35 @@ impl Keeper {
     }
 }
 
-/// Owns the thread of a keeper, which runs until this is dropped.
-pub struct GroupWatch {
-    /// Moved to the thread when it starts.
-    keeper: Option<(Keeper, Arc<Disk>)>,
-    thread: Option<PeriodicThread>,
-}
-
-impl GroupWatch {
-    pub fn new(joined: &Joined, member: &Member, disk: Arc<Disk>) -> GroupWatch {
-        GroupWatch { keeper: Some((Keeper::new(joined, member), disk)), thread: None }
-    }
-
-    /// Starts the thread, which passes its lines to `log`.
-    pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
-        let Some((mut keeper, disk)) = self.keeper.take() else { return Ok(()) };
-        // A failure is logged only if it differs from the previous one.
-        let mut failed = None;
-        let watch = move |_| {
-            let Some(member) = disk.group_member() else { return INTERVAL };
-            let now = match keeper.check(&member) {
-                Ok(None) => None,
-                Ok(Some(Repaired { member, damage })) => {
-                    member.into_iter().for_each(|member| disk.join_group(member));
-                    let Keeper { joined: Joined { name, .. }, limits, .. } = &keeper;
-                    log(&format!("group {name}: {damage}; repaired, with limits {limits}"));
-                    None
-                }
-                Err(failure) => Some(failure.to_string()),
-            };
-            if let Some(why) = now.as_ref().filter(|_| now != failed) {
-                log(&format!("group {} is damaged and cannot be repaired now: {why}", keeper.joined.name));
+/// Starts the thread of a device's keeper, which runs until the result is dropped and passes its lines to `log`.
+pub fn watch(
+    joined: &Joined,
+    member: &Member,
+    disk: Arc<Disk>,
+    log: impl Fn(&str) + Send + 'static,
+) -> Outcome<PeriodicThread> {
+    let mut keeper = Keeper::new(joined, member);
+    // A failure is logged only if it differs from the previous one.
+    let mut failed = None;
+    let watch = move |_| {
+        let Some(member) = disk.group_member() else { return INTERVAL };
+        let now = match keeper.check(&member) {
+            Ok(None) => None,
+            Ok(Some(Repaired { member, damage })) => {
+                member.into_iter().for_each(|member| disk.join_group(member));
+                let Keeper { joined: Joined { name, .. }, limits, .. } = &keeper;
+                log(&format!("group {name}: {damage}; repaired, with limits {limits}"));
+                None
             }
-            failed = now;
-            INTERVAL
+            Err(failure) => Some(failure.to_string()),
         };
-        self.thread = Some(PeriodicThread::start("blkq-group", STACK_BYTES, INTERVAL, watch)?);
-        Ok(())
-    }
+        if let Some(why) = now.as_ref().filter(|_| now != failed) {
+            log(&format!("group {} is damaged and cannot be repaired now: {why}", keeper.joined.name));
+        }
+        failed = now;
+        INTERVAL
+    };
+    Ok(PeriodicThread::start("blkq-group", STACK_BYTES, INTERVAL, watch)?)
 }
 
 #[cfg(test)]
@@ -282,10 +273,11 @@ mod tests {
         GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
         let (joined, member) = Joined::open(&dir, "g", "a", 3).unwrap();
-        let mut watch = GroupWatch::new(&joined, &member, disk.clone());
         disk.join_group(member);
         let (log, lines) = channel();
-        watch.start(move |line| log.send(line.to_owned()).unwrap()).unwrap();
+        let member = disk.group_member().unwrap();
+        let log = move |line: &str| log.send(line.to_owned()).unwrap();
+        let watch = watch(&joined, &member, disk.clone(), log).unwrap();
         File::options().write(true).open(path(&dir, "g")).unwrap().set_len(0).unwrap();
         let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
         assert!(line.starts_with("group g: its file was truncated") && line.ends_with("iops=10"), "{line}");

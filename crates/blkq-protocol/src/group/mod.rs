@@ -29,7 +29,7 @@ use crate::state::StateDir;
 use crate::system::file_names;
 use crate::system::record_lock::{is_byte_locked, lock_byte};
 
-pub use keeper::GroupWatch;
+pub use keeper::watch;
 
 const DIRECTORY: &str = "groups";
 /// Times of the monotonic clock in the file are valid only for the boot with this ID.
