@@ -2,7 +2,6 @@
 //! bytes.
 
 use std::fmt::{Display, Write};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::stats::GroupSnapshot;
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
@@ -16,10 +15,10 @@ const DIRECTIONS: [&str; 2] = ["read", "other"];
 /// Counters of the endpoint itself.
 #[derive(Default)]
 pub struct Served {
-    pub answered: AtomicU64,
-    pub refused: AtomicU64,
+    pub answered: u64,
+    pub refused: u64,
     /// Number of connections closed because they took too long, or to make room for others.
-    pub shed: AtomicU64,
+    pub shed: u64,
 }
 
 pub struct Sample {
@@ -54,10 +53,9 @@ pub fn render(sample: &Sample, served: &Served) -> String {
         page.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
         page.counters("vhost_user", vhost.counters.each());
     }
-    let get = |counter: &AtomicU64| counter.load(Relaxed);
-    page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
-    page.counter("metrics_refused", "HTTP requests that were rejected.", get(&served.refused));
-    page.counter("metrics_shed", "HTTP connections closed because they took too long.", get(&served.shed));
+    page.counter("metrics_answered", "Requests for metrics that were answered.", served.answered);
+    page.counter("metrics_refused", "HTTP requests that were rejected.", served.refused);
+    page.counter("metrics_shed", "HTTP connections closed because they took too long.", served.shed);
     page.text
 }
 
@@ -118,28 +116,24 @@ impl Page {
     }
 
     fn layer(&mut self, snapshot: &StatsSnapshot) {
-        for (counter, name, help) in [
-            (Counter::FlushesAsked, "flushes_asked", "I/Os that needed a flush."),
-            (Counter::FlushesSent, "flushes_sent", "Flushes sent to the driver."),
-            (Counter::FlushesCoalesced, "flushes_coalesced", "I/Os that shared their flush with other I/Os."),
-            (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left a plug."),
-            (Counter::DispatchBatches, "dispatch_batches", "Batches of requests dispatched to the driver."),
-            (Counter::Requeues, "requeues", "Requests requeued because the driver was busy."),
-            (Counter::Splits, "splits", "Splits of I/Os that exceeded the queue limits."),
-            (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
-            (Counter::Enters, "enters", "Calls of io_uring_enter by engines."),
-            (
-                Counter::EarlySubmissions,
-                "early_submissions",
-                "Calls of io_uring_enter for a part of a batch.",
-            ),
-            (Counter::ClockReads, "clock_reads", "Clock readings."),
-            (Counter::NegativeLatencies, "negative_latencies", "Requests with a negative latency."),
-            (Counter::Hangs, "hangs", "Requests that were found to hang."),
-            (Counter::ThrottledRequests, "throttled_requests", "Requests that had to wait for a limit."),
-            (Counter::HeldRequests, "held_requests", "Times that a request was held after an error."),
+        for (counter, help) in [
+            (Counter::FlushesAsked, "I/Os that needed a flush."),
+            (Counter::FlushesSent, "Flushes sent to the driver."),
+            (Counter::FlushesCoalesced, "I/Os that shared their flush with other I/Os."),
+            (Counter::PlugFlushes, "Batches of requests that left a plug."),
+            (Counter::DispatchBatches, "Batches of requests dispatched to the driver."),
+            (Counter::Requeues, "Requests requeued because the driver was busy."),
+            (Counter::Splits, "Splits of I/Os that exceeded the queue limits."),
+            (Counter::TagWaits, "I/Os that found no free tag."),
+            (Counter::Enters, "Calls of io_uring_enter by engines."),
+            (Counter::EarlySubmissions, "Calls of io_uring_enter for a part of a batch."),
+            (Counter::ClockReads, "Clock readings."),
+            (Counter::NegativeLatencies, "Requests with a negative latency."),
+            (Counter::Hangs, "Requests that were found to hang."),
+            (Counter::ThrottledRequests, "Requests that had to wait for a limit."),
+            (Counter::HeldRequests, "Times that a request was held after an error."),
         ] {
-            self.counter(name, help, snapshot.counter(counter));
+            self.counter(&counter.name().replace('-', "_"), help, snapshot.counter(counter));
         }
         let age = seconds(snapshot.clock_age_max_ns);
         self.gauge("clock_age_max_seconds", "Longest use of a cached clock reading.", age);

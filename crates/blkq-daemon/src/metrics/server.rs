@@ -3,7 +3,6 @@
 //! immediately, unlike a client that only occupies a place.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use blkq_export::Listener;
@@ -59,7 +58,6 @@ enum State {
     Answering(Vec<u8>, usize),
     /// The answer has been sent. Counts bytes that were received afterwards and dropped.
     Closing(usize),
-    Over,
 }
 
 impl Server<'_> {
@@ -93,14 +91,13 @@ impl Server<'_> {
     fn turn(&mut self) {
         self.accept();
         let now = Instant::now();
-        for connection in &mut self.connections {
-            connection.advance(self.read, &self.served);
-            if now >= connection.until && !matches!(connection.state, State::Over) {
-                self.served.shed.fetch_add(1, Relaxed);
-                connection.state = State::Over;
-            }
-        }
-        self.connections.retain(|connection| !matches!(connection.state, State::Over));
+        let Server { read, served, connections, .. } = self;
+        connections.retain_mut(|connection| {
+            let is_open = connection.advance(*read, served);
+            let is_late = is_open && now >= connection.until;
+            served.shed += u64::from(is_late);
+            is_open && !is_late
+        });
     }
 
     /// Accepts waiting clients, at most as many as there are places.
@@ -112,7 +109,7 @@ impl Server<'_> {
             match accept_with(self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => {
                     if self.connections.len() == CONNECTIONS_MAX {
-                        self.served.shed.fetch_add(1, Relaxed);
+                        self.served.shed += 1;
                         self.connections.remove(0);
                     }
                     let until = Instant::now() + CONNECTION_TIME;
@@ -128,61 +125,60 @@ impl Server<'_> {
 }
 
 impl Connection {
-    /// Receives, answers and sends until the socket would block.
-    fn advance(&mut self, read: Read<'_>, served: &Served) {
-        while !matches!(self.state, State::Over) {
+    /// Receives, answers and sends until the socket would block. Returns whether the connection stays open.
+    fn advance(&mut self, read: Read<'_>, served: &mut Served) -> bool {
+        loop {
             match self.step(read, served) {
-                Ok(Some(next)) => self.state = next,
-                Ok(None) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(_) => self.state = State::Over,
+                Ok(true) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return true,
+                Ok(false) | Err(_) => return false,
             }
         }
     }
 
-    /// Makes one system call. Returns the next state, or `None` if the state does not change.
-    fn step(&mut self, read: Read<'_>, served: &Served) -> Result<Option<State>, Errno> {
+    /// Makes one system call. Returns whether the connection stays open.
+    fn step(&mut self, read: Read<'_>, served: &mut Served) -> Result<bool, Errno> {
         let mut piece = [0; HEAD_BYTES_MAX];
-        let mut receive = || recv(&self.socket, &mut piece[..], RecvFlags::empty());
-        Ok(match &mut self.state {
-            State::Asking(input) => match receive()? {
-                (0, _) => Some(State::Over),
-                (length, _) => {
-                    input.extend_from_slice(&piece[..length]);
-                    http::parse(input).map(|asked| State::Answering(answer(asked, read, served), 0))
+        let mut receive = || Ok::<_, Errno>(recv(&self.socket, &mut piece[..], RecvFlags::empty())?.0);
+        match &mut self.state {
+            State::Asking(input) => {
+                let length = receive()?;
+                input.extend_from_slice(&piece[..length]);
+                if let Some(asked) = http::parse(input) {
+                    self.state = State::Answering(answer(asked, read, served), 0);
                 }
-            },
+                Ok(length > 0)
+            }
             State::Answering(output, sent) => {
                 *sent += send(&self.socket, &output[*sent..], SendFlags::NOSIGNAL)?;
-                (*sent == output.len()).then(|| {
+                if *sent == output.len() {
                     // The client sees the end of the answer immediately. The socket stays open, because
                     // closing it with unread input would reset the connection before the answer has arrived.
                     let _ = shutdown(&self.socket, Shutdown::Write);
-                    State::Closing(0)
-                })
+                    self.state = State::Closing(0);
+                }
+                Ok(true)
             }
             State::Closing(late) => {
-                let (length, _) = receive()?;
-                let is_over = length == 0 || *late >= LATE_BYTES_MAX;
+                let length = receive()?;
                 *late += length;
-                is_over.then_some(State::Over)
+                Ok(length > 0 && *late < LATE_BYTES_MAX)
             }
-            State::Over => None,
-        })
+        }
     }
 }
 
-fn answer(asked: Asked, read: Read<'_>, served: &Served) -> Vec<u8> {
+fn answer(asked: Asked, read: Read<'_>, served: &mut Served) -> Vec<u8> {
     let text = match asked {
         Asked::Metrics { text } => text,
         Asked::Rejected(rejection) => {
-            served.refused.fetch_add(1, Relaxed);
+            served.refused += 1;
             return http::rejection(rejection);
         }
     };
     match read() {
         Some(sample) => {
-            served.answered.fetch_add(1, Relaxed);
+            served.answered += 1;
             http::metrics(&page::render(&sample, served), text)
         }
         None => http::rejection(http::STOPPING),
