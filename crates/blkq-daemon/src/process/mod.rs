@@ -24,7 +24,7 @@ use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::process::umask;
+use rustix::process::{geteuid, umask};
 
 use crate::device::{self, FLUSHES_IGNORED, take};
 use crate::log;
@@ -79,6 +79,8 @@ impl Serve for Daemon {
         control.set_nonblocking(true).map_err(system("create the control socket"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
         let (sender, stopped) = channel();
+        // The confined process can no longer ask.
+        let owner = geteuid();
         // The device had a daemon before, and its clients wait for the next one, which finds it by its files.
         let has_files = claim.is_kept();
         let opened = match orphan {
@@ -151,7 +153,7 @@ impl Serve for Daemon {
                 return Err(failure);
             }
         };
-        let shared = Shared::new(device, sender, waker, state_file);
+        let shared = Shared::new(owner, device, sender, waker, state_file);
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 

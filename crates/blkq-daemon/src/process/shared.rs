@@ -13,7 +13,7 @@ use blkq_protocol::info::DaemonState;
 use blkq_protocol::options::{Setting, is_removed, parse_new_group_name};
 use blkq_protocol::state::overwrite_state;
 use blkq_protocol::system::signals::Signal;
-use rustix::process::{Uid, geteuid};
+use rustix::process::Uid;
 
 use super::systemd::notify;
 use crate::device::{Change, Device, Permit};
@@ -90,15 +90,17 @@ pub(super) struct Stopped {
 }
 
 impl Shared {
-    /// When the device has stopped, `stopped` gets a message, `waker` a byte.
+    /// The user `owner` runs the daemon. When the device has stopped, `stopped` gets a message, `waker` a
+    /// byte.
     pub(super) fn new(
+        owner: Uid,
         device: Device,
         stopped: Sender<Stopped>,
         waker: UnixStream,
         state_file: File,
     ) -> Arc<Shared> {
         Arc::new(Shared {
-            owner: geteuid(),
+            owner,
             device,
             stage: Mutex::new(Stage::Serving),
             state_file,
@@ -416,6 +418,8 @@ mod tests {
     use blkq_protocol::harness::{options, scratch};
     use blkq_protocol::state::{Claim, StateDir};
 
+    use rustix::process::geteuid;
+
     use super::*;
     use crate::device::open;
     use crate::process::commands::{ANSWERING_MAX, accept, accept_all};
@@ -434,7 +438,7 @@ mod tests {
             let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
             let device = open(&options, Vec::new(), &claim, Vec::new()).unwrap();
             let ((wake, waker), (sender, stopped)) = (UnixStream::pair().unwrap(), channel());
-            let shared = Shared::new(device, sender, waker, claim.write_state(&"").unwrap());
+            let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
             Served { dir, claim, shared, _woken: (wake, stopped) }
         }
 
@@ -506,7 +510,7 @@ mod tests {
         let read_only = File::open(dir.file("a", ".json")).unwrap();
         let device = Arc::into_inner(shared).unwrap().device;
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(device, sender, waker, read_only);
+        let shared = Shared::new(geteuid(), device, sender, waker, read_only);
         let unsaved = apply(&shared, &changed).unwrap_err().to_string();
         assert!(unsaved.starts_with("cannot be saved for the next daemon: "), "{unsaved}");
         assert_eq!(now(&shared.device), before);
