@@ -60,7 +60,7 @@ impl StateDir {
     /// under another name before its I/O in flight has completed. Fails if that takes too long. A command that removes
     /// stale files holds the lock only briefly.
     fn take_when_free(&self, name: &str, taker: Taker<'_>) -> Outcome<Attempt> {
-        let begin = Instant::now();
+        let (begin, has_other_names) = (Instant::now(), matches!(taker, Taker::AnyName(_)));
         loop {
             // Read before the attempt, so that a process that exits in between does not count as running.
             let holder = self.holder(name).map(ProcessState::of);
@@ -76,7 +76,9 @@ impl StateDir {
             let wait = match holder {
                 // Its socket still accepts connections.
                 Some(ProcessState::Dying) => DYING_WAIT,
-                _ if is_served() => return Ok(attempt),
+                _ if holder != Some(ProcessState::Exited) && has_other_names || is_served() => {
+                    return Ok(attempt);
+                }
                 // Another process has just locked the name, or this process cannot see the holder.
                 Some(ProcessState::Exited) => DYING_WAIT,
                 _ => CLAIM_WAIT,

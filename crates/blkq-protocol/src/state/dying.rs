@@ -23,7 +23,8 @@ pub enum ProcessState {
 }
 
 impl ProcessState {
-    /// The state of the process `pid`. A process that this one is not permitted to inspect counts as running.
+    /// The state of the process `pid`, from its files in /proc: the lock of a name shows that it has an owner, but not
+    /// whether the owner was killed or stopped. A process that this one is not permitted to inspect counts as running.
     pub fn of(pid: u32) -> ProcessState {
         let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}"));
         match read("status") {
