@@ -26,6 +26,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
+use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::{BaseFiles, Qcow2};
@@ -36,8 +37,9 @@ use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
-use blkq_protocol::options::{AttachOptions, Record, Setting};
+use blkq_protocol::options::{AttachOptions, Record, Setting, is_removed};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
@@ -46,7 +48,7 @@ use commit::Commit;
 use facts::Attached;
 use image::image_name;
 use running::{Running, Served, new_warnings, stopping};
-use settings::LiveSettings;
+use settings::{LiveSettings, apply, check_change};
 use trace::{DeviceTrace, Tracing};
 
 pub use changes::Permit;
@@ -101,7 +103,8 @@ impl Device {
 
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
-        self.settings.start_threads(&self.running()?)
+        let running = self.running()?;
+        self.settings.with_threads(|threads| threads.start(&running))
     }
 
     /// `blkq show` prints the warning until the daemon exits.
@@ -261,24 +264,63 @@ impl Device {
     /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
     /// rejects the value.
     pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
-        self.settings.set(&*self.running()?, setting, permit)
+        let running = self.running()?;
+        // Serializes concurrent changes, so that the recorded value is the one that was set last.
+        let _changing = running.changes.begin(permit)?;
+        check_change(&running, setting)?;
+        apply(&running.disk, Some((&self.settings, &running)), setting)?;
+        match setting {
+            // Also forgets the weight in the group.
+            Setting::Group(None) => self.settings.saved.note_group(None),
+            _ => self.settings.saved.replace(setting.name(), Some(setting.to_text())),
+        }
+        Ok(())
     }
 
     /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
     /// possible without making it. Fails with the first setting that the device cannot have.
     pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
-        self.settings.prepare_changes(&*self.running()?, settings)
+        let running = self.running()?;
+        let facts = running.disk.driver().describe();
+        let mut changes = Vec::new();
+        for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
+            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
+            let to = self.read_setting(key, value).map_err(during)?;
+            let from = self.settings.read_back(&running, &facts, to.key());
+            // Some settings cannot be set at all on this device, not even to the value that they have.
+            if from.as_ref() == Some(&to) {
+                continue;
+            }
+            check_change(&running, &to).map_err(during)?;
+            let saved = self.settings.saved.changed().into_iter().find(|(other, _)| other == key);
+            changes.push(Change { to, from, saved });
+        }
+        Ok(changes)
     }
 
     /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
-        self.settings.undo(&*self.running()?, change)
+        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
+        self.settings.saved.replace(change.to.name(), change.saved.clone());
+        Ok(())
     }
 
     /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
     /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
     pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
-        self.settings.join_group(&*self.running()?, name, file, permit)
+        let running = self.running()?;
+        let _changing = running.changes.begin(permit)?;
+        let disk = &running.disk;
+        if disk.ceiling() != Ceiling::NotSearched {
+            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
+            return Err(Failure::new(rule));
+        }
+        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
+        let joined =
+            self.settings.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
+        self.settings.saved.note_group(joined.is_ok().then_some((name, weight)));
+        joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
     }
 
     /// Sorted by name. Fails if the device has stopped.

@@ -1,22 +1,19 @@
 //! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`LiveSettings::read_back`], and
 //! one in [`check_change`] only if it has a rule that depends on the device.
 
-use std::fs::File;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
-use blkq::throttle::{Ceiling, LimitMode, WEIGHT_DEFAULT};
+use blkq::throttle::{Ceiling, LimitMode};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::Joined;
-use blkq_protocol::options::{Key, Scope, Setting, is_removed};
+use blkq_protocol::options::{Key, Scope, Setting};
 
 use super::background::BackgroundThreads;
-use super::changes::Permit;
 use super::running::{Running, stopping};
 use super::saved_settings::DeviceSettings;
 
@@ -35,11 +32,6 @@ impl LiveSettings {
         LiveSettings { saved, autoclear: AtomicBool::new(autoclear), threads: Mutex::new(Some(threads)) }
     }
 
-    /// Implements `Device::start_background`.
-    pub(super) fn start_threads(&self, running: &Arc<Running>) -> Outcome {
-        lock(&self.threads).as_mut().map_or(Ok(()), |threads| threads.start(running))
-    }
-
     pub(super) fn stop_threads(&self) {
         drop(lock(&self.threads).take());
     }
@@ -53,68 +45,12 @@ impl LiveSettings {
         Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
     }
 
-    /// Implements `Device::set`.
-    pub(super) fn set(&self, running: &Running, setting: &Setting, permit: Permit) -> Outcome {
-        // Serializes concurrent changes, so that the recorded value is the one that was set last.
-        let _changing = running.changes.begin(permit)?;
-        check_change(running, setting)?;
-        apply(&running.disk, Some((self, running)), setting)?;
-        match setting {
-            // Also forgets the weight in the group.
-            Setting::Group(None) => self.saved.note_group(None),
-            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
-        }
-        Ok(())
-    }
-
-    /// Implements `Device::prepare_changes`.
-    pub(super) fn prepare_changes(
+    /// Passes the threads to `change`. Fails if the device has stopped.
+    pub(super) fn with_threads<T>(
         &self,
-        running: &Running,
-        settings: &[(String, String)],
-    ) -> Outcome<Vec<Change>> {
-        let facts = running.disk.driver().describe();
-        let mut changes = Vec::new();
-        for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
-            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
-            let to = self.saved.read(key, value).map_err(during)?;
-            let from = self.read_back(running, &facts, to.key());
-            // Some settings cannot be set at all on this device, not even to the value that they have.
-            if from.as_ref() == Some(&to) {
-                continue;
-            }
-            check_change(running, &to).map_err(during)?;
-            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
-            changes.push(Change { to, from, saved });
-        }
-        Ok(changes)
-    }
-
-    /// Implements `Device::undo`.
-    pub(super) fn undo(&self, running: &Running, change: &Change) -> Outcome {
-        change.from.as_ref().map_or(Ok(()), |from| self.set(running, from, &|| Ok(())))?;
-        self.saved.replace(change.to.name(), change.saved.clone());
-        Ok(())
-    }
-
-    /// Implements `Device::join_group`.
-    pub(super) fn join_group(&self, running: &Running, name: &str, file: File, permit: Permit) -> Outcome {
-        let _changing = running.changes.begin(permit)?;
-        let disk = &running.disk;
-        if disk.ceiling() != Ceiling::NotSearched {
-            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
-            return Err(Failure::new(rule));
-        }
-        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
-        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
-        let mut threads = lock(&self.threads);
-        let threads = threads.as_mut().ok_or_else(stopping)?;
-        if let Err(failure) = threads.join_group(running, joined, member) {
-            self.saved.note_group(None);
-            return Err(Failure::new(format!("{failure}; the device is now in no group")));
-        }
-        self.saved.note_group(Some((name, weight)));
-        Ok(())
+        change: impl FnOnce(&mut BackgroundThreads) -> Outcome<T>,
+    ) -> Outcome<T> {
+        change(lock(&self.threads).as_mut().ok_or_else(stopping)?)
     }
 
     /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
@@ -157,7 +93,7 @@ impl LiveSettings {
 }
 
 /// Checks the rules that depend on the device and not on the value alone.
-fn check_change(running: &Running, setting: &Setting) -> Outcome {
+pub(super) fn check_change(running: &Running, setting: &Setting) -> Outcome {
     let refused = |rule: &str| Err(Failure::new(rule));
     match setting {
         _ if setting.key().row().scope == Scope::Nbd && running.servers.nbd.is_empty() => {
@@ -191,7 +127,7 @@ pub(super) fn apply(
         device.map_or(Ok(()), |(settings, running)| set(settings, running))
     };
     let of_threads = |set: &dyn Fn(&mut BackgroundThreads, &Running) -> Outcome| {
-        of_device(&|settings, running| set(lock(&settings.threads).as_mut().ok_or_else(stopping)?, running))
+        of_device(&|settings, running| settings.with_threads(|threads| set(threads, running)))
     };
     let of_nbd = |switch: fn(&NbdSwitches) -> &AtomicBool, on| {
         let switches = device.map(|(_, running)| &running.servers.switches);
@@ -255,9 +191,9 @@ pub(super) fn apply(
 
 pub struct Change {
     pub to: Setting,
-    from: Option<Setting>,
+    pub(super) from: Option<Setting>,
     /// The value in the state file, if the setting was changed before.
-    saved: Option<(String, String)>,
+    pub(super) saved: Option<(String, String)>,
 }
 
 /// Rejects a depth that exceeds the depth with which the disk was attached. The error names the largest
@@ -278,11 +214,13 @@ fn not_set(error: blkq::Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
-    use blkq_protocol::options::{AttachOptions, Row};
+    use blkq_protocol::options::{AttachOptions, Row, is_removed};
     use blkq_protocol::state::{Claim, parse_state};
 
     use super::super::image::Opening;
