@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::files::send_files;
 use super::{
-    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, is_readable, not_accepting, receive,
-    receive_with_file, refused, send,
+    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, connect, is_readable, not_accepting, receive,
+    receive_with_file, refused, send, stopped,
 };
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
@@ -66,7 +66,7 @@ impl Dialogue {
     ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
         let stream = connect(dir, name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => not_accepting(dir, name),
-            _ if Stopped::of(&e).is_some() => no_answer(e),
+            _ if stopped(&e).is_some() => no_answer(e),
             _ => Failure::new(format!("cannot connect to the daemon of {name}: {e}")),
         })?;
         send(&stream, request).map_err(no_answer)?;
@@ -129,8 +129,5 @@ impl AsFd for Dialogue {
 }
 
 fn no_answer(e: io::Error) -> Failure {
-    match Stopped::of(&e) {
-        Some(stopped) => Failure::new(stopped.to_string()),
-        None => Failure::new(format!("the daemon sent no answer ({e})")),
-    }
+    stopped(&e).cloned().unwrap_or_else(|| Failure::new(format!("the daemon sent no answer ({e})")))
 }

@@ -34,7 +34,7 @@ use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir, json_line, quote_last_line};
 pub use stopped::is_readable;
-use stopped::{Stopped, connect, wait_for};
+use stopped::{connect, stopped, wait_for};
 
 /// In bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -223,7 +223,7 @@ fn call_with<T: DeserializeOwned>(
         let of = pid.map(|pid| format!(" (pid {})", pid.as_raw_nonzero())).unwrap_or_default();
         Failure::new(format!("{name}: the daemon{of} {why}; see its log {}", log.display()))
     };
-    let is_stopped = |e: &io::Error| Stopped::of(e).map(|stopped| Failure::new(format!("{name}: {stopped}")));
+    let is_stopped = |e: &io::Error| stopped(e).map(|stopped| Failure::new(format!("{name}: {stopped}")));
     let stream = match connect(dir, name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
@@ -302,7 +302,7 @@ pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
 }
 
 /// Reports what the daemon waits for after `report_after`, and again if requests are held later on. Fails
-/// with [`io::ErrorKind::TimedOut`] at `until`, and [`Stopped`] if the daemon is stopped.
+/// with [`io::ErrorKind::TimedOut`] at `until`, and as [`wait_for`] does if the daemon is stopped.
 fn wait_for_stop(
     dir: &StateDir,
     name: &str,

@@ -1,44 +1,33 @@
 //! Detects daemons that a signal (SIGSTOP) has stopped, so that a command reports them instead of waiting.
 
-use std::error::Error;
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
-use std::{fmt, io};
 
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use crate::failure::Failure;
 use crate::state::{ProcessState, StateDir};
 
 /// How often the state of a silent process is checked. Two checks in a row must find it stopped.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-#[derive(Debug)]
-pub(super) struct Stopped {
-    pid: u32,
+/// The error of functions that find the daemon stopped: it carries a [`Failure`], which [`stopped`] returns.
+fn stop_error(pid: u32) -> io::Error {
+    io::Error::other(Failure::new(format!(
+        "the daemon (pid {pid}) is stopped; run `kill -CONT {pid}` to continue it, or `kill -9 {pid}` to end it"
+    )))
 }
 
-impl Stopped {
-    pub(super) fn of(error: &io::Error) -> Option<&Stopped> {
-        error.get_ref()?.downcast_ref()
-    }
+/// Why the daemon does not answer, if it is stopped.
+pub(super) fn stopped(error: &io::Error) -> Option<&Failure> {
+    error.get_ref()?.downcast_ref()
 }
 
-impl fmt::Display for Stopped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let pid = self.pid;
-        write!(
-            f,
-            "the daemon (pid {pid}) is stopped; run `kill -CONT {pid}` to continue it, or `kill -9 {pid}` to end it"
-        )
-    }
-}
-
-impl Error for Stopped {}
-
-/// Returns false if `stream` is not readable by `until`. Fails with [`Stopped`] if the daemon is stopped.
+/// Returns false if `stream` is not readable by `until`. Fails with a [`stop_error`] if the daemon is stopped.
 pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Result<bool> {
     let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
     let pid = pid.and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
@@ -53,7 +42,7 @@ pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Resul
         }
         let stopped = pid.filter(|pid| ProcessState::of(*pid) == ProcessState::Stopped);
         if let Some(pid) = stopped.filter(|_| was_stopped) {
-            return Err(io::Error::other(Stopped { pid }));
+            return Err(stop_error(pid));
         }
         was_stopped = stopped.is_some();
     }
@@ -71,7 +60,7 @@ pub fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
     }
 }
 
-/// As [`StateDir::connect`], but also fails with [`Stopped`] if the daemon is stopped.
+/// As [`StateDir::connect`], but also fails with a [`stop_error`] if the daemon is stopped.
 pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Result<UnixStream> {
     // A stopped daemon accepts no connections, and further ones fail when the backlog of its socket is full.
     let connected = dir.connect(name, timeout.min(2 * INTERVAL));
@@ -79,7 +68,7 @@ pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Resu
         return connected;
     }
     match dir.holder(name).filter(|pid| ProcessState::of(*pid) == ProcessState::Stopped) {
-        Some(pid) => Err(io::Error::other(Stopped { pid })),
+        Some(pid) => Err(stop_error(pid)),
         None => dir.connect(name, timeout),
     }
 }
