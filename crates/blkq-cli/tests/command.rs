@@ -342,14 +342,19 @@ fn settings_and_size_change_while_it_is_attached() {
 }
 
 #[test]
-fn mechanisms_of_nbd_are_settings() {
+fn mechanisms_are_switched_off_by_name() {
     let place = Place::new("switches");
     place.done(&["attach", "ram:1M", "--name", "d", "--no-pacing"]);
     let settings = || place.json(&["show", "d", "--json"])["settings"].clone();
-    assert_eq!((&settings()["receive-backoff"], &settings()["split-reads"]), (&true.into(), &true.into()));
-    place.done(&["set", "d", "receive-backoff=off", "split-reads=off"]);
-    assert_eq!((&settings()["receive-backoff"], &settings()["split-reads"]), (&false.into(), &false.into()));
-    assert!(place.refused(&["set", "d", "split-reads=maybe"]).contains("split-reads must be on or off"));
+    assert_eq!(settings()["without"], "none");
+    place.done(&["set", "d", "without=huge-pages,early-submission"]);
+    assert_eq!(settings()["without"], "early-submission,huge-pages");
+    assert!(
+        place.refused(&["set", "d", "without=pages"]).contains("choose from early-submission, huge-pages")
+    );
+    // Switches of earlier versions are still accepted.
+    place.done(&["set", "d", "receive-backoff=off", "early-submission=on"]);
+    assert_eq!(settings()["without"], "huge-pages,receive-backoff");
     assert_eq!(place.json(&["stat", "d", "--json"])["nbd"]["receive_backoffs"], 0);
     // A removed option is accepted, and is neither a setting nor a counter.
     place.done(&["set", "d", "pacing=off"]);

@@ -111,6 +111,7 @@ pub use remote::gate;
 pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use budget::{TURN_BUDGET, TurnBudget};
 pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, RegisteredMemory, Segment, SegmentOwner};
+pub use buffer::{has_huge_pages, set_huge_pages};
 pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, ErrorPolicy, Frozen, Quiesced, Resume, Setting, Settings};

@@ -56,7 +56,7 @@ Examples:
   blkq set disk.img on-error=hold-enospc
   blkq set disk.img limit=read-iops=500,bps=100M
   blkq set disk.img hang-warning=5      # seconds; 0 turns it off
-  blkq set disk.img receive-backoff=off
+  blkq set disk.img without=receive-backoff
   blkq set disk.img group=gold          # share the limits of a group; group=none leaves it
   blkq set --all hang-warning=10
   blkq set disk.img fault=none          # for a device attached with --fault"

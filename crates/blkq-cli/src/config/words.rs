@@ -5,7 +5,7 @@ use std::path::Path;
 
 use blkq_protocol::failure::Failure;
 use blkq_protocol::failure::similar::closest;
-use blkq_protocol::options::{AttachOptions, REMOVED};
+use blkq_protocol::options::{AttachOptions, is_earlier_option};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
@@ -65,7 +65,7 @@ pub fn command() -> Command {
 /// The argument with the name `key`. Hidden options are not keys, except options that earlier versions had.
 fn argument<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
     let mut arguments =
-        command.get_arguments().filter(|argument| !argument.is_hide_set() || REMOVED.contains(&key));
+        command.get_arguments().filter(|argument| !argument.is_hide_set() || is_earlier_option(key));
     arguments.find(|argument| match argument.get_long() {
         Some(long) => long == key,
         None => argument.get_id() == key,

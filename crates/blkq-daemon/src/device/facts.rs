@@ -13,7 +13,7 @@ use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters, VhostUserDevice};
 use blkq_protocol::control::bitmaps::BitmapInfo;
 use blkq_protocol::failure::Failure;
 use blkq_protocol::info::{ClientInfo, Confinement, DeviceInfo, DirectIoInfo};
-use blkq_protocol::options::{Key, ROWS, Scope};
+use blkq_protocol::options::{Key, ROWS};
 
 use super::running::Running;
 use super::settings::LiveSettings;
@@ -117,7 +117,6 @@ fn settings_now(
     let in_force = ROWS
         .iter()
         .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))
-        .filter(|row| row.scope != Scope::Nbd || !servers.nbd.is_empty())
         .filter_map(|row| settings.read_back(running, facts, row.key))
         .map(|setting| (setting.name(), setting.value()));
     let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));

@@ -39,7 +39,7 @@ use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
-use blkq_protocol::options::{AttachOptions, Record, Setting, is_removed};
+use blkq_protocol::options::{AttachOptions, Record, Setting};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
@@ -261,6 +261,11 @@ impl Device {
         self.settings.saved.read(key, value)
     }
 
+    /// Settings of earlier versions in terms of this version.
+    pub fn translate(&self, settings: &[(String, String)]) -> Outcome<Vec<(String, String)>> {
+        Ok(settings::without(&*self.running()?).translate(settings))
+    }
+
     /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
     /// rejects the value.
     pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
@@ -283,7 +288,7 @@ impl Device {
         let running = self.running()?;
         let facts = running.disk.driver().describe();
         let mut changes = Vec::new();
-        for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
+        for (key, value) in &self.translate(settings)? {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
             let to = self.read_setting(key, value).map_err(during)?;
             let from = self.settings.read_back(&running, &facts, to.key());
@@ -395,8 +400,7 @@ impl Device {
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
         let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
-        let next =
-            Opened::from(Qcow2::over(image.overlay_base()?, file, path, running.journals.as_deref())?);
+        let next = Opened::from(Qcow2::over(image.overlay_base()?, file, path, running.journals.as_deref())?);
         exchange.check(&*next.driver)?;
         let no_journals = "the directory of journals was not available when the device was attached";
         running.check_outlives(&*next.driver, running.journals.is_none().then_some(no_journals))?;

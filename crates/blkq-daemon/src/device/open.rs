@@ -17,7 +17,7 @@ use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptio
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::{self, Joined};
 use blkq_protocol::info::{Confinement, DaemonState, StateFile};
-use blkq_protocol::options::{AttachOptions, Export, Record, with_write_access};
+use blkq_protocol::options::{AttachOptions, Export, Mechanism, Record, with_write_access};
 use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
@@ -134,7 +134,7 @@ impl Plan<'_> {
     /// Fails as [`open`] does.
     pub(super) fn serve(self) -> Outcome<Device> {
         let Plan { mut options, claim, sockets, opening, mut served, block_device, settings } = self;
-        let settings = DeviceSettings::new(&options, settings);
+        let settings = DeviceSettings::new(&options, &settings);
         let mut saved = settings.saved();
         saved.apply_to(&mut options);
         let options = &options;
@@ -373,13 +373,16 @@ fn fork_children<'a>(
 }
 
 fn build_disk(options: &AttachOptions, claim: &Claim, driver: Arc<dyn Driver>) -> Outcome<Arc<Disk>> {
+    if options.without.includes(Mechanism::HugePages) {
+        blkq::set_huge_pages(false);
+    }
     Ok(Disk::builder_shared(driver)
         .name(claim.name())
         .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
         .depth(options.depth)
         .scheduler(options.scheduler)
         .merge(options.merge)
-        .early_submission(options.early_submission)
+        .early_submission(!options.without.includes(Mechanism::EarlySubmission))
         .batching(options.batching)
         .iostats(options.iostats)
         .clock(options.clock)

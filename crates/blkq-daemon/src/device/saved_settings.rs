@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use blkq::sync::lock;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::options::{AttachOptions, Implementer, Key, Setting, SettingGroups, is_removed};
+use blkq_protocol::options::{AttachOptions, Implementer, Key, Setting, SettingGroups};
 
 pub(super) struct DeviceSettings {
     /// The groups of the attach options.
@@ -16,8 +16,8 @@ pub(super) struct DeviceSettings {
 
 impl DeviceSettings {
     /// A previous daemon has `changed` some settings.
-    pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
-        changed.retain(|(key, _)| !is_removed(key));
+    pub(super) fn new(options: &AttachOptions, changed: &[(String, String)]) -> DeviceSettings {
+        let changed = options.without.clone().translate(changed);
         DeviceSettings { groups: SettingGroups::new(options), changed: Mutex::new(changed) }
     }
 
@@ -176,13 +176,13 @@ mod tests {
         let attached = options(&["ram:1M", "--export", "nbd", "--group", "gold", "--weight", "50"]);
         let restored = |settings: &DeviceSettings| {
             let mut options = attached.clone();
-            let mut saved = DeviceSettings::new(&attached, settings.changed()).saved();
+            let mut saved = DeviceSettings::new(&attached, &settings.changed()).saved();
             saved.apply_to(&mut options);
             let left: Vec<_> = saved.settings.iter().map(Setting::to_text).collect();
             (options.group, options.weight, left, saved.warnings)
         };
         let text = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        let settings = DeviceSettings::new(&attached, Vec::new());
+        let settings = DeviceSettings::new(&attached, &[]);
         settings.note_group(None);
         assert_eq!(restored(&settings), (None, None, Vec::new(), Vec::new()));
         settings.note_group(Some(("silver", 100)));

@@ -9,7 +9,7 @@ use blkq_export::nbd::{
 use blkq_export::vhost_user::{self, Event, Report, StoppingDevice, VhostUserDevice, VhostUserOptions};
 use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::options::AttachOptions;
+use blkq_protocol::options::{AttachOptions, Mechanism};
 
 use super::events::Events;
 use super::image::RELEASE_WAIT;
@@ -229,8 +229,8 @@ fn nbd_options(
         idle_event: Some(events.idle.clone()),
         rejection_event: Some(events.rejection.clone()),
         switches: Arc::new(NbdSwitches {
-            receive_backoff: options.receive_backoff.into(),
-            split_reads: options.split_reads.into(),
+            receive_backoff: (!options.without.includes(Mechanism::ReceiveBackoff)).into(),
+            split_reads: (!options.without.includes(Mechanism::SplitReads)).into(),
         }),
         ..NbdOptions::default()
     }

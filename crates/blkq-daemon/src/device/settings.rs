@@ -11,7 +11,7 @@ use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::options::{Key, Scope, Setting};
+use blkq_protocol::options::{Key, Mechanism, Setting, Without};
 
 use super::background::BackgroundThreads;
 use super::running::{Running, stopping};
@@ -62,7 +62,7 @@ impl LiveSettings {
         facts: &[(&'static str, String)],
         key: Key,
     ) -> Option<Setting> {
-        let Running { servers, disk, .. } = running;
+        let disk = &running.disk;
         let now = disk.settings();
         let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
         Some(match key {
@@ -72,7 +72,6 @@ impl LiveSettings {
             Key::Depth => Setting::Depth(now.depth),
             Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
             Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
-            Key::EarlySubmission => Setting::EarlySubmission(now.early_submission),
             Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
             Key::Group => Setting::Group(Some(running.group_name()?)),
             Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
@@ -84,10 +83,9 @@ impl LiveSettings {
             Key::Merge => Setting::Merge(now.merge),
             Key::OnError => Setting::OnError(disk.error_policy()),
             Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
-            Key::ReceiveBackoff => Setting::ReceiveBackoff(servers.switches.receive_backoff.load(Relaxed)),
             Key::Scheduler => Setting::Scheduler(now.scheduler),
-            Key::SplitReads => Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
             Key::Weight => Setting::Weight(disk.group_member()?.weight()),
+            Key::Without => Setting::Without(without(running)),
         })
     }
 }
@@ -96,9 +94,6 @@ impl LiveSettings {
 pub(super) fn check_change(running: &Running, setting: &Setting) -> Outcome {
     let refused = |rule: &str| Err(Failure::new(rule));
     match setting {
-        _ if setting.key().row().scope == Scope::Nbd && running.servers.nbd.is_empty() => {
-            refused("this setting applies only to NBD, and the device is not served over NBD")
-        }
         Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
             refused("limit=auto is not possible for a device in a group")
         }
@@ -129,11 +124,6 @@ pub(super) fn apply(
     let of_threads = |set: &dyn Fn(&mut BackgroundThreads, &Running) -> Outcome| {
         of_device(&|settings, running| settings.with_threads(|threads| set(threads, running)))
     };
-    let of_nbd = |switch: fn(&NbdSwitches) -> &AtomicBool, on| {
-        let switches = device.map(|(_, running)| &running.servers.switches);
-        switches.iter().for_each(|switches| switch(switches).store(on, Relaxed));
-        Ok(())
-    };
     match setting {
         Setting::Autoclear(on) => of_device(&|settings, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
@@ -148,7 +138,6 @@ pub(super) fn apply(
         }
         Setting::DirectIo(mode) => of_driver(&LoopSetting::DirectIo(*mode)),
         Setting::Dispatch(dispatch) => of_driver(&LoopSetting::Dispatch(*dispatch)),
-        Setting::EarlySubmission(on) => of_disk(blkq::Setting::EarlySubmission(*on)),
         Setting::Fault(spec) => of_driver(spec),
         // `join_group` has the file of the group.
         Setting::Group(Some(_)) => Ok(()),
@@ -179,14 +168,32 @@ pub(super) fn apply(
                 })
             })
         }
-        Setting::ReceiveBackoff(on) => of_nbd(|switches| &switches.receive_backoff, *on),
         Setting::Scheduler(kind) => of_disk(blkq::Setting::Scheduler(*kind)),
-        Setting::SplitReads(on) => of_nbd(|switches| &switches.split_reads, *on),
         Setting::Weight(weight) => {
             let set = disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight));
             set.map_err(not_set)
         }
+        Setting::Without(without) => of_device(&|_, running| {
+            let on = |mechanism| !without.includes(mechanism);
+            of_disk(blkq::Setting::EarlySubmission(on(Mechanism::EarlySubmission)))?;
+            blkq::set_huge_pages(on(Mechanism::HugePages));
+            let NbdSwitches { receive_backoff, split_reads } = &*running.servers.switches;
+            receive_backoff.store(on(Mechanism::ReceiveBackoff), Relaxed);
+            split_reads.store(on(Mechanism::SplitReads), Relaxed);
+            Ok(())
+        }),
     }
+}
+
+/// The mechanisms that are switched off now.
+pub(super) fn without(running: &Running) -> Without {
+    let NbdSwitches { receive_backoff, split_reads } = &*running.servers.switches;
+    let mut without = Without::default();
+    without.switch(Mechanism::EarlySubmission, running.disk.settings().early_submission);
+    without.switch(Mechanism::HugePages, blkq::has_huge_pages());
+    without.switch(Mechanism::ReceiveBackoff, receive_backoff.load(Relaxed));
+    without.switch(Mechanism::SplitReads, split_reads.load(Relaxed));
+    without
 }
 
 pub struct Change {
@@ -220,7 +227,7 @@ mod tests {
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
-    use blkq_protocol::options::{AttachOptions, Row, is_removed};
+    use blkq_protocol::options::AttachOptions;
     use blkq_protocol::state::{Claim, parse_state};
 
     use super::super::image::Opening;
@@ -257,8 +264,9 @@ mod tests {
         let options = options(&words);
         let mut saved = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap().settings;
         assert!(saved.iter().any(|(key, _)| key == "pacing"));
-        // A setting that was removed is dropped without a warning.
-        saved.retain(|(key, _)| !is_removed(key));
+        // Switches of earlier versions are restored by other names, and a removed one is dropped without a warning.
+        saved = Without::default().translate(&saved);
+        assert!(saved.contains(&("without".to_owned(), "receive-backoff,split-reads".to_owned())));
         let claim = dir.claim("saved").unwrap();
         let device = plan(&options, &claim, saved.clone(), true).serve().unwrap();
         let info = device.info().unwrap();
@@ -273,11 +281,6 @@ mod tests {
                 "autoclear" => assert!(info.autoclear),
                 "read-only" => assert!(info.read_only),
                 "direct-io" => assert_eq!(info.direct_io.requested, value),
-                // Without a server, these settings are not reported.
-                "receive-backoff" | "split-reads" => {
-                    let now = device.settings.read_back(&running, &[], Row::find(key).unwrap().key).unwrap();
-                    assert_eq!(now.value(), value, "{key}");
-                }
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {
                     let warning = format!("cannot restore the setting {key}={value}: no such setting");
                     assert!(

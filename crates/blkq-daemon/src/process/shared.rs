@@ -10,7 +10,7 @@ use blkq::sync::{lock, try_lock};
 use blkq::units::format_bytes;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DaemonState;
-use blkq_protocol::options::{Setting, is_removed, parse_new_group_name};
+use blkq_protocol::options::{Setting, parse_new_group_name};
 use blkq_protocol::state::overwrite_state;
 use blkq_protocol::system::signals::Signal;
 use rustix::process::Uid;
@@ -378,12 +378,11 @@ impl Shared {
     }
 
     fn change(&self, settings: &[(String, String)], permit: Permit) -> Outcome {
+        let settings = self.device.translate(settings)?;
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key}={value}"));
-            // An option that was removed is still accepted and ignored.
             let set = || self.change_to(&self.device.read_setting(key, value)?, permit);
-            let changed = if is_removed(key) { Ok(()) } else { set() };
-            changed.map_err(|e| {
+            set().map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =
                     if done > 0 { format!(" (already set: {})", before.join(", ")) } else { String::new() };

@@ -7,7 +7,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use super::values::{parse_ceph_user, parse_export_name, parse_group_name};
 use super::{
     Address, AttachOptions, Backing, CONNECTIONS, Copying, DEPTH, Export, Format, HANDSHAKE_TIMEOUT_S,
-    QUEUES, ROWS, Row, Scope, Tls, image_text,
+    QUEUES, Tls, image_text,
 };
 use crate::failure::{Failure, Outcome};
 
@@ -109,12 +109,7 @@ impl AttachOptions {
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
         if !nbd {
-            let rule = "is for NBD; add --export nbd, or omit it";
-            mistakes.extend(given(&of_nbd, rule));
-            // All settings of NBD are switches that are on by default.
-            let is_off = |row: &&Row| self.setting(row.key).is_some_and(|setting| setting.value() == "off");
-            let switches = ROWS.iter().filter(|row| row.scope == Scope::Nbd).filter(is_off);
-            mistakes.extend(switches.map(|row| Failure::new(format!("--no-{} {rule}", row.name))));
+            mistakes.extend(given(&of_nbd, "is for NBD; add --export nbd, or omit it"));
         }
         mistakes
     }

@@ -5,6 +5,7 @@ mod check;
 mod declare;
 pub mod headings;
 mod json;
+mod mechanisms;
 mod record;
 mod setting_groups;
 mod syntax;
@@ -32,8 +33,9 @@ use serde::{Deserialize, Serialize};
 use crate::failure::{Failure, Outcome};
 
 use declare::attach_options;
+pub use mechanisms::{Mechanism, Without, is_earlier_option};
 pub use record::Record;
-pub use setting_groups::{SettingGroups, is_removed, with_write_access};
+pub use setting_groups::{SettingGroups, with_write_access};
 pub use syntax::Values;
 pub use values::{
     Address, Backing, Copying, Export, Format, NO_GROUP, PartitionScan, SectorSize, Tls, image_text,
@@ -48,9 +50,6 @@ const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
 const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
 const CONNECTIONS: RangeInclusive<u16> = 1..=1000;
 const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
-
-/// Hidden options that are still accepted and ignored, for one release after their removal.
-pub const REMOVED: [&str; 1] = ["no-pacing"];
 
 attach_options! {
 /// How a device is attached. [`AttachOptions::check`] has the rules between options.
@@ -221,25 +220,12 @@ pub struct AttachOptions {
     /// Let threads that wait for a full device submit one request per wake-up, not up to 32
     #[arg(long = "no-batching", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
     pub batching: bool => "batching" Batching(bool) for All by Disk as syntax::SWITCH,
-    /// Submit the I/O of a batch to the kernel at its end, not four at a time
-    #[arg(long = "no-early-submission", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
-    #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub early_submission: bool => "early-submission" EarlySubmission(bool) for All by Disk as syntax::SWITCH,
     /// Do not count and time requests
     #[arg(long = "no-iostats", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
     pub iostats: bool => "iostats" Iostats(bool) for All by Disk as syntax::SWITCH,
-    /// Ignored. Earlier versions had this option: their command lines, configuration files and records are accepted, and
-    /// records contain the key for them, because an upgrade falls back to the old program if the new one does not start.
-    #[arg(long, hide = true)]
-    #[serde(default, rename = "pacing", serialize_with = "write_inverse", deserialize_with = "read_inverse")]
-    pub no_pacing: bool,
-    /// Receive from NBD clients immediately, even while they are busy reading replies
-    #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
-    pub receive_backoff: bool => "receive-backoff" ReceiveBackoff(bool) for Nbd by Daemon as syntax::SWITCH,
-    /// Serve large NBD reads in one piece, not in parts of 128 KiB
-    #[arg(long = "no-split-reads", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
-    #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub split_reads: bool => "split-reads" SplitReads(bool) for Nbd by Daemon as syntax::SWITCH,
+    #[command(flatten)]
+    #[serde(skip)]
+    pub without: Without => "without" Without(Without) for All by Daemon as syntax::WITHOUT,
 
     /// Limit the rate of I/Os or bytes: KEY=RATE,... or auto
     ///
@@ -329,8 +315,6 @@ pub enum Scope {
     /// Devices that were attached with --fault.
     Faults,
     Groups,
-    /// Devices with an NBD export. The key is valid for all devices; the daemon checks whether there is an export.
-    Nbd,
 }
 
 impl Scope {
@@ -341,7 +325,6 @@ impl Scope {
             Scope::Images => "devices of image files",
             Scope::Faults => "devices attached with --fault",
             Scope::Groups => "devices in a group",
-            Scope::Nbd => "NBD exports",
         }
     }
 }
@@ -494,24 +477,6 @@ pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> O
         options.ceph_conf = named("CEPH_CONF").or_else(|| usual().find(|path| path.is_file()));
     }
     options.ceph_keyring = options.ceph_keyring.take().or_else(|| named("CEPH_KEYRING"));
-}
-
-fn on() -> bool {
-    true
-}
-
-/// Writes the inverse of a `--no-` switch, as older versions do.
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-fn write_inverse<S: serde::Serializer>(no: &bool, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_bool(!no)
-}
-
-fn read_inverse<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-    bool::deserialize(deserializer).map(|on| !on)
-}
-
-fn is_on(switch: &bool) -> bool {
-    *switch
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::AttachOptions;
+use super::mechanisms::{EARLIER, NONE, WITHOUT, Without};
 use crate::failure::{Failure, Outcome};
 
 /// The version of the format that this program writes.
@@ -25,8 +26,9 @@ pub struct Record {
 
 impl Record {
     pub fn new(options: &AttachOptions) -> Outcome<Record> {
-        let options = serde_json::to_value(options).map_err(|e| Failure::new(format!("options: {e}")))?;
-        Ok(Record { version: VERSION, options })
+        let mut record = serde_json::to_value(options).map_err(|e| Failure::new(format!("options: {e}")))?;
+        write_without(&options.without, &mut record);
+        Ok(Record { version: VERSION, options: record })
     }
 
     /// The error names the option that this program does not understand.
@@ -37,14 +39,47 @@ impl Record {
                 self.version
             )));
         }
-        let options = AttachOptions::deserialize(&self.options).map_err(|e| {
+        let mut record = self.options.clone();
+        let without = read_without(&mut record)?;
+        let options = AttachOptions::deserialize(record).map_err(|e| {
             // serde appends the names of all options, which would be too long.
             let text = e.to_string();
             Failure::new(text.split(", expected").next().unwrap_or_default())
         });
-        let checked = options.and_then(|options: AttachOptions| options.check().map(|()| options));
+        let options = options.map(|options| AttachOptions { without, ..options });
+        let checked = options.and_then(|options| options.check().map(|()| options));
         checked.map_err(|e| e.during("this version of blkq does not understand the options of the device"))
     }
+}
+
+/// Writes the switches of earlier versions as these do, because an upgrade falls back to the old program if the new one
+/// does not start.
+fn write_without(without: &Without, record: &mut Value) {
+    let mut rest = without.clone();
+    for (option, mechanism) in EARLIER {
+        record[key_of(option)] = mechanism.is_none_or(|mechanism| !without.includes(mechanism)).into();
+        mechanism.into_iter().for_each(|mechanism| rest.switch(mechanism, true));
+    }
+    if rest != Without::default() {
+        record[WITHOUT] = rest.to_string().into();
+    }
+}
+
+fn read_without(record: &mut Value) -> Outcome<Without> {
+    let mut take = |key: &str| record.as_object_mut().and_then(|record| record.remove(key));
+    let text = take(WITHOUT);
+    let text = text.as_ref().and_then(Value::as_str).unwrap_or(NONE);
+    let mut without: Without = text.parse().map_err(Failure::new)?;
+    for (option, mechanism) in EARLIER {
+        if let (Some(Value::Bool(false)), Some(mechanism)) = (take(&key_of(option)), mechanism) {
+            without.switch(mechanism, false);
+        }
+    }
+    Ok(without)
+}
+
+fn key_of(option: &str) -> String {
+    option.trim_start_matches("no-").replace('-', "_")
 }
 
 #[cfg(test)]
@@ -93,10 +128,8 @@ mod tests {
             "--scheduler=mq-deadline",
             "--no-merge",
             "--no-batching",
-            "--no-early-submission",
             "--no-iostats",
-            "--no-receive-backoff",
-            "--no-split-reads",
+            "--without=early-submission,huge-pages,receive-backoff,split-reads",
             "--clock=precise",
             "--fault=delay=1ms,op=write;seed=7",
             "--limit=read-iops=500,burst=2000x10s",
@@ -141,14 +174,27 @@ mod tests {
         assert!(super::super::parse_new_group_name("none").is_err());
     }
 
-    /// Older programs require the key, and an upgrade may fall back to one.
+    /// Earlier programs require some of these keys, and an upgrade may fall back to one.
     #[test]
-    fn a_removed_option_is_written_for_older_programs() {
-        for (words, pacing) in [(&["d.img"][..], true), (&["d.img", "--no-pacing"], false)] {
-            let record = Record::new(&options(words)).unwrap();
-            assert_eq!(record.options["pacing"], json!(pacing));
-            assert_eq!(record.read(), Ok(options(words)));
+    fn mechanisms_are_written_as_earlier_programs_wrote_them() {
+        let keys = ["early_submission", "pacing", "receive_backoff", "split_reads"];
+        for (words, values, rest) in [
+            (&["d.img"][..], [true, true, true, true], None),
+            (&["d.img", "--no-pacing"], [true, true, true, true], None),
+            (&["d.img", "--no-receive-backoff"], [true, true, false, true], None),
+            (
+                &["d.img", "--without=huge-pages,split-reads", "--no-early-submission"],
+                [false, true, true, false],
+                Some("huge-pages"),
+            ),
+        ] {
+            let record = round_trip(words);
+            assert_eq!(keys.map(|key| record.options[key].as_bool().unwrap()), values, "{words:?}");
+            assert_eq!(record.options["without"].as_str(), rest);
         }
+        let without =
+            options(&["d.img", "--without", "huge-pages,split-reads", "--no-early-submission"]).without;
+        assert_eq!(without.to_string(), "early-submission,huge-pages,split-reads");
     }
 
     #[test]

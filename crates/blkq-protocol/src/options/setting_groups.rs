@@ -4,12 +4,7 @@ use blkq_drivers::DriverSpec;
 
 use crate::failure::similar::closest;
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, FIELDS, Key, NO_GROUP, REMOVED, Row, Scope, Setting};
-
-/// Whether the setting is still accepted and ignored, as its option is.
-pub fn is_removed(key: &str) -> bool {
-    REMOVED.iter().any(|option| option.strip_prefix("no-") == Some(key))
-}
+use crate::options::{AttachOptions, FIELDS, Key, NO_GROUP, Row, Scope, Setting};
 
 /// `options`, but writable if the device became writable by the settings that were `changed` since the attach. A device
 /// that became read-only stays writable here, because its next daemon first opens the image for writing.
@@ -44,7 +39,7 @@ impl SettingGroups {
 
     fn includes(self, scope: Scope) -> bool {
         match scope {
-            Scope::All | Scope::Nbd => true,
+            Scope::All => true,
             Scope::Images => self.image,
             Scope::Faults => self.faults,
             Scope::Groups => self.in_group,
@@ -123,6 +118,7 @@ mod tests {
             "on-error" => &["report", "hold", "hold-enospc"],
             "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],
             "scheduler" => &["none", "mq-deadline", "kyber"],
+            "without" => &["none", "huge-pages", "receive-backoff,split-reads"],
             _ => &["on", "off"],
         }
     }

@@ -11,6 +11,7 @@ use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
 
 use super::json::Json;
+use super::mechanisms::Without;
 use super::values::{self, Described, NO_GROUP, parse_group_name, parse_hang_warning};
 use crate::failure::{Failure, Outcome};
 
@@ -73,6 +74,12 @@ pub(super) const WEIGHT: Syntax<u32> = Syntax {
     values: Values::Text("1 to 10000"),
     parse: |name, text| number(name, text, 1..=WEIGHT_MAX),
     print: u32::to_string,
+};
+
+pub(super) const WITHOUT: Syntax<Without> = Syntax {
+    values: Values::Text("MECHANISM,..., none"),
+    parse: |_, text| text.parse().map_err(Failure::new),
+    print: Without::to_string,
 };
 
 pub(super) const GROUP: Syntax<Option<String>> = Syntax {

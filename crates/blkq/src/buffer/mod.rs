@@ -7,6 +7,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
@@ -16,6 +17,19 @@ pub const BUFFER_ALIGN: usize = 4096;
 /// Buffers of at least this number of bytes have their own mapping, so that memory is allocated and zeroed
 /// page by page as they are filled.
 const MAPPED_MIN_BYTES: usize = 256 << 10;
+
+static HUGE_PAGES: AtomicBool = AtomicBool::new(true);
+
+/// Sets whether this process allocates buffers of large I/O in huge pages, which is the default. Buffers that exist
+/// stay as they are.
+pub fn set_huge_pages(on: bool) {
+    HUGE_PAGES.store(on, Relaxed);
+}
+
+/// Whether this process allocates buffers of large I/O in huge pages.
+pub fn has_huge_pages() -> bool {
+    HUGE_PAGES.load(Relaxed)
+}
 
 /// A contiguous piece of memory of one I/O. The code that creates a segment promises that the memory stays
 /// valid until the bio has completed, and that no thread accesses it meanwhile if the device writes to it.
@@ -129,10 +143,13 @@ impl IoBuffer {
 
     /// Allocates as many zeroed buffers of `len` bytes as fit into 2 MiB, but at least one. The buffers are
     /// adjacent in memory that the kernel fills with huge pages if it has any. The memory is released when
-    /// the last buffer is dropped. Returns an empty list if there is not enough memory. Panics if `len` is 0,
-    /// not a multiple of [`BUFFER_ALIGN`], or larger than 1 GiB.
+    /// the last buffer is dropped. Returns an empty list if there is not enough memory, and after
+    /// `set_huge_pages(false)`. Panics if `len` is 0, not a multiple of [`BUFFER_ALIGN`], or larger than 1 GiB.
     pub fn try_zeroed_row(len: usize) -> Vec<IoBuffer> {
         assert!(len > 0 && len.is_multiple_of(BUFFER_ALIGN) && len <= 1 << 30, "{len} bytes");
+        if !has_huge_pages() {
+            return Vec::new();
+        }
         let count = (huge::HUGE_PAGE_BYTES / len).max(1);
         let Some(first) = huge::map(len, count, page_bytes()) else { return Vec::new() };
         let buffer = |index: usize| {
