@@ -3,7 +3,6 @@
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
@@ -20,7 +19,7 @@ use blkq_protocol::system::signals::Signal;
 use super::attach::create::FileGuard;
 use super::bitmap::{open_file, open_or_create_file};
 use super::recorded_image::RecordedImage;
-use super::signals::stop_on_signals;
+use super::signals::{Stop, stop_on_signals};
 use crate::config;
 use crate::devices::DeviceArg;
 use crate::output::{Progress, print_json, print_line, warn};
@@ -68,8 +67,8 @@ impl Args {
         if self.json { print_json(&done) } else { print_line(&done.image) }
     }
 
-    /// Returns the result, and the path of the backing file. Cancels the commit when `stop` is set.
-    fn commit(&self, dir: &StateDir, name: &str, stop: &AtomicBool) -> Outcome<(Committed, PathBuf)> {
+    /// Returns the result, and the path of the backing file. Cancels the commit when a stop is requested.
+    fn commit(&self, dir: &StateDir, name: &str, stop: &Stop) -> Outcome<(Committed, PathBuf)> {
         let number = dir.next_image(name);
         let request = Request::Commit { image: number };
         let (dialogue, begun, _) =
@@ -86,10 +85,13 @@ impl Args {
         dialogue.go_on(&files)?;
         drop((image, synced));
         let mut progress = Progress::new(PROGRESS_INTERVAL);
-        while !is_readable(&dialogue, Some(Instant::now() + TICK)) {
+        loop {
             // Only the first call has an effect.
-            if stop.load(Ordering::SeqCst) {
+            if stop.is_requested() {
                 dialogue.give_up();
+            }
+            if is_readable(&dialogue, Some(Instant::now() + TICK)) {
+                break;
             }
             progress.show(|| {
                 let commit = ask::<DeviceInfo>(dir, name, &Request::Show {}).ok()?.commit?;
@@ -98,6 +100,7 @@ impl Args {
         }
         progress.clear();
         let reply = dialogue.reply::<Committed>();
+        stop.end();
         // If no reply arrived, the device may already have pivoted, so the record must stay.
         if let Ok(Ok(_)) | Err(_) = &reply {
             bitmaps.into_iter().for_each(FileGuard::keep);

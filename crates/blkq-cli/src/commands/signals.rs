@@ -7,17 +7,36 @@ use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome, print_error};
 use blkq_protocol::system::signals::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// The first of these signals sets the returned flag. The second one prints `notice` and exits the process immediately,
+#[derive(Default)]
+pub struct Stop {
+    requested: AtomicBool,
+    is_over: AtomicBool,
+}
+
+impl Stop {
+    /// Whether a signal has arrived.
+    pub fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
+    }
+
+    /// Ignores signals from now on: the outcome is known.
+    pub fn end(&self) {
+        self.is_over.store(true, Ordering::SeqCst);
+    }
+}
+
+/// The first of these signals requests a stop. The second one prints `notice` and exits the process immediately,
 /// because the rest of the command may block forever. Must be called before there are other threads.
-pub fn stop_on_signals(handled: &[Signal], notice: String) -> Outcome<Arc<AtomicBool>> {
+pub fn stop_on_signals(handled: &[Signal], notice: String) -> Outcome<Arc<Stop>> {
     let mut signals = Signals::install(handled)?;
-    let stop = Arc::new(AtomicBool::new(false));
+    let stop = Arc::new(Stop::default());
     let stopped = stop.clone();
     let wait = move || {
         loop {
             let _ = poll(&mut [PollFd::new(&signals, PollFlags::IN)], None);
             for _ in signals.take() {
-                if stopped.swap(true, Ordering::SeqCst) {
+                let is_second = stopped.requested.swap(true, Ordering::SeqCst);
+                if is_second && !stopped.is_over.load(Ordering::SeqCst) {
                     print_error(&Failure::new(&notice));
                     std::process::exit(EXIT_FAILED.into());
                 }

@@ -4,7 +4,6 @@
 use std::io::IsTerminal;
 use std::ops::Bound;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blkq::clock::monotonic_ns;
@@ -14,7 +13,7 @@ use blkq_protocol::control::{Dialogue, is_readable};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::system::signals::DAEMON;
 
-use super::signals::stop_on_signals;
+use super::signals::{Stop, stop_on_signals};
 use crate::devices::DeviceArg;
 use crate::output::Progress;
 use crate::trace::filter::{Filter, Filtered};
@@ -118,7 +117,7 @@ impl Args {
     }
 
     /// Writes the events until the trace ends, and then a summary.
-    fn record(&self, name: &str, dialogue: &Dialogue, rings: Rings, stop: &AtomicBool) -> Outcome {
+    fn record(&self, name: &str, dialogue: &Dialogue, rings: Rings, stop: &Stop) -> Outcome {
         let start = TraceStart {
             name,
             queues: rings.queue_count(),
@@ -199,11 +198,11 @@ struct Tracing {
 
 impl Tracing {
     /// Returns when the user stops the trace, or the time of --for is over.
-    fn follow(&mut self, dialogue: &Dialogue, mut rings: Rings, stop: &AtomicBool) -> Result<(), Stopped> {
+    fn follow(&mut self, dialogue: &Dialogue, mut rings: Rings, stop: &Stop) -> Result<(), Stopped> {
         let mut more = false;
         let reason = loop {
             let left = self.duration.saturating_sub(self.begun.elapsed()).min(POLL);
-            let over = stop.load(Ordering::SeqCst) || left.is_zero();
+            let over = stop.is_requested() || left.is_zero();
             let timeout = if over || more { Duration::ZERO } else { left };
             // The daemon sends nothing, so readable means closed.
             let closed = is_readable(dialogue, Some(Instant::now() + timeout));
@@ -252,7 +251,9 @@ impl Tracing {
         if let Some(filtered) = &mut self.filtered {
             (requests, items) = (filtered.take_requests(), filtered.take());
         }
-        self.outputs.iter_mut().try_for_each(|output| output.write(&items, &requests))
+        // An output that fails does not keep the others from getting the last events.
+        let written: Vec<_> = self.outputs.iter_mut().map(|output| output.write(&items, &requests)).collect();
+        written.into_iter().collect()
     }
 
     /// Writes the remaining items, of I/Os that have not completed. Returns the files written.

@@ -104,7 +104,7 @@ impl Program {
             Ok(Reply::Error(message)) => {
                 // Wait for the exit, so that nothing of the daemon is left when this command returns. The time is
                 // limited, because a kernel bug could keep the process.
-                let exited = || child.try_wait().ok().flatten().ok_or(());
+                let exited = || if matches!(child.try_wait(), Ok(None)) { Err(()) } else { Ok(()) };
                 let _ = retry(Instant::now() + EXIT_TIMEOUT, EXIT_POLL_INTERVAL, exited, |()| true);
                 Err(Failure::new(message))
             }
