@@ -168,6 +168,7 @@ impl Kernel {
             let mut slot = -1;
             if sqe.flags & FIXED_FILE != 0 {
                 (slot, sqe.fd) = (sqe.fd, files[sqe.fd as usize]);
+                assert!(sqe.fd >= 0, "an entry names a file that is not registered");
             }
             if self.dead {
                 self.complete(sqe.user_data, -libc::ECANCELED, 0);

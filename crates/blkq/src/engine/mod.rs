@@ -157,7 +157,7 @@ struct Mailbox {
 pub struct EngineHandle(Arc<Mailbox>);
 
 /// Notifies the thread that waits for a source to stop, when the notice is dropped. The engine drops it after the
-/// source, and when the engine exits, after its ring.
+/// source. A notice that no longer reaches an engine is dropped immediately.
 struct StopNotice {
     id: SourceId,
     stopped: Sender<()>,

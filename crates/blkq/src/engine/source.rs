@@ -16,7 +16,7 @@ use super::worker::{Job, Worker};
 use super::{EngineHandle, SourceContext, SourceId};
 
 impl SourceContext<'_> {
-    /// Submits `entry`. [`Source::on_cqe`] receives its completion, with the low 48 bits of `payload`.
+    /// Submits `entry`. [`Source::on_cqe`](super::Source::on_cqe) receives its completion, with the low 48 bits of `payload`.
     ///
     /// # Safety
     /// Memory and descriptors of the entry must stay valid until the completion. Registered files and buffers
@@ -38,7 +38,7 @@ impl SourceContext<'_> {
         self.parts.ring.file(slot)
     }
 
-    /// Submits a bio to the engine's queue number `queue`. [`Source::on_bio`] receives its completion, with
+    /// Submits a bio to the engine's queue number `queue`. [`Source::on_bio`](super::Source::on_bio) receives its completion, with
     /// the low 48 bits of `bio.user_data`. Returns the bio if the queue has no room: submit the bio again
     /// after a completion.
     #[inline]
@@ -56,7 +56,7 @@ impl SourceContext<'_> {
         self.parts.queues[queue].set_trace_client(client);
     }
 
-    /// The number of the engine's turn. [`Source::on_turn`] may be called several times in one turn, and all
+    /// The number of the engine's turn. [`Source::on_turn`](super::Source::on_turn) may be called several times in one turn, and all
     /// these calls together must respect [`TURN_BUDGET`](crate::TURN_BUDGET).
     #[inline]
     pub fn turn(&self) -> u64 {
@@ -104,7 +104,7 @@ impl SourceContext<'_> {
         &self.parts.handle
     }
 
-    /// Runs `job` on a worker thread and delivers the value that it returns through [`Source::on_message`],
+    /// Runs `job` on a worker thread and delivers the value that it returns through [`Source::on_message`](super::Source::on_message),
     /// unless the source was dropped meanwhile. For operations that may block, such as SEEK_HOLE and
     /// getaddrinfo. If the job panics, nothing is delivered.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {

@@ -221,3 +221,19 @@ impl SoftwareQueues {
         self.queues.iter().flat_map(|queue| std::mem::take(&mut *lock(queue))).collect()
     }
 }
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_mark_is_taken_once() {
+        let queues = SoftwareQueues::new();
+        for index in [63, 0, 63] {
+            queues.set_pending(index);
+        }
+        assert_eq!((queues.take_pending(), queues.take_pending()), (1 << 63 | 1, 0));
+        queues.set_pending(63);
+        assert_eq!((queues.take_pending(), queues.has_pending()), (1 << 63, false));
+    }
+}

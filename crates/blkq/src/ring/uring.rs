@@ -56,7 +56,7 @@ pub struct Ring {
 
 impl Ring {
     /// Sets up a ring with room for `entries` submissions, rounded up to a power of two, and four times as
-    /// many completions. Fails with [`ErrorKind::Unsupported`] on kernels older than 6.1 or where io_uring is
+    /// many completions. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) on kernels older than 6.1 or where io_uring is
     /// forbidden.
     pub fn new(entries: u32) -> Result<Ring, Error> {
         let mut builder = IoUring::builder();

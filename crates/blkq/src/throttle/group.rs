@@ -109,8 +109,8 @@ impl Group {
     }
 
     fn words(&self) -> &Words {
-        // SAFETY: valid as long as the group, as `over` demands. The memory consists of atomics, for which all
-        // bit patterns are valid.
+        // SAFETY: valid as long as the group, because `_memory` keeps the words: their Arc, or the mapping that `over`
+        // demands. The memory consists of atomics, for which all bit patterns are valid.
         unsafe { self.words.as_ref() }
     }
 
