@@ -3,14 +3,14 @@
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 
 use crate::common::{Behaviour, Device, filled, plain_limits, run};
 use blkq::{
-    Bio, BioFlags, Disk, Driver, DriverContext, DriverQueue, Error, ErrorPolicy, IoResult, LocalQueue,
-    OpenContext, Operation, QueueLimits, Sector, Setting, Status, Tag, Taken,
+    Bio, BioFlags, Disk, Driver, DriverContext, DriverQueue, Error, ErrorPolicy, IoBuffer, IoResult,
+    LocalQueue, OpenContext, Operation, QueueLimits, Sector, Setting, Status, Tag, Taken,
 };
 
 #[test]
@@ -255,4 +255,64 @@ fn bios_that_a_panic_leaks_take_no_room_at_the_request_gate() {
         catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
         drop(queue);
     }
+}
+
+/// A driver that loses its write cache at the first poll, while it has two requests, and completes the last one then.
+/// At the next poll it completes the first one. It records the memory of the first request at each poll.
+#[derive(Clone, Default)]
+struct Losing {
+    polls: Arc<AtomicUsize>,
+    segments: Arc<Mutex<Vec<Vec<(usize, u32)>>>>,
+    kept: Vec<Tag>,
+}
+
+impl Driver for Losing {
+    fn name(&self) -> &'static str {
+        "losing"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits {
+            capacity_bytes: 1 << 20,
+            write_cache: self.polls.load(SeqCst) == 0,
+            ..Default::default()
+        }
+    }
+
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: the memory of a request is not used.
+unsafe impl DriverQueue for Losing {
+    fn queue_requests(&mut self, _cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        self.kept.extend_from_slice(tags);
+        Taken::All
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        let mut segments = Vec::new();
+        cx.for_each_segment(self.kept[0], |segment| segments.push((segment.ptr.addr(), segment.len)));
+        self.segments.lock().unwrap().push(segments);
+        if self.polls.fetch_add(1, SeqCst) == 0 {
+            cx.limits_changed();
+        }
+        cx.complete(self.kept.pop().unwrap(), Ok(()));
+    }
+}
+
+#[test]
+fn zeroes_of_merged_requests_stay_when_the_limits_change() {
+    let driver = Losing::default();
+    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(Bio::write(Sector(0), filled(4096, 7), 0)).unwrap();
+    queue.submit(Bio::write_zeroes(Sector(8), 8, 1)).unwrap();
+    queue.submit(Bio::read(Sector(100), IoBuffer::zeroed(4096), 2)).unwrap();
+    queue.wait(3);
+    assert_eq!(queue.completions().filter(|completion| completion.result == Ok(())).count(), 3);
+    let segments = driver.segments.lock().unwrap();
+    assert_eq!(segments[0].iter().map(|(_, len)| *len).collect::<Vec<_>>(), [4096, 4096], "merged");
+    assert_eq!(segments[0], segments[1], "the zeroes were exchanged while the driver used them");
 }

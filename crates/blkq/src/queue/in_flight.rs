@@ -44,8 +44,8 @@ impl InFlight {
 
     pub fn reload(&mut self, limits: &QueueLimits) {
         // While requests are in flight, a driver may only lose capabilities, so the segments in use stay
-        // legal.
-        if self.in_use == 0 {
+        // legal. A request that began as a plain bio may use the zeroes too, after a merge.
+        if self.in_use() == 0 {
             self.zeroes = zeroes_for(limits);
         }
     }
