@@ -8,15 +8,14 @@ use std::sync::Arc;
 use io_uring::{squeue, types};
 
 use crate::bitmap::BitmapStore;
-use crate::buffer::{IoBuffer, KernelPages, Segment};
+use crate::buffer::{KernelPages, Segment};
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::kick::Wake;
 use crate::limits::{QUEUES_MAX, QueueLimits};
-use crate::request::NIL;
-use crate::request::Request;
+use crate::request::{NIL, Request};
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
-use crate::slab::BioSlab;
+use crate::slab::InFlight;
 use crate::tags::Tag;
 
 /// Time limit of a query of extents, in nanoseconds: see [`Driver::extents`].
@@ -319,9 +318,7 @@ pub unsafe trait DriverQueue {
 
 /// The parts of the block layer that a driver queue may use during one call.
 pub struct DriverContext<'a> {
-    pub(crate) requests: &'a mut [Request],
-    pub(crate) bios: &'a BioSlab,
-    pub(crate) zeroes: &'a IoBuffer,
+    pub(crate) in_flight: &'a mut InFlight,
     pub(crate) completed: &'a mut Vec<(Tag, IoResult)>,
     pub(crate) clock: &'a mut Clock,
     pub(crate) ring: Option<&'a mut Ring>,
@@ -334,13 +331,13 @@ impl DriverContext<'_> {
     /// The request with this tag.
     #[inline]
     pub fn request(&self, tag: Tag) -> &Request {
-        &self.requests[tag.index()]
+        &self.in_flight[tag]
     }
 
     /// Two words of the request for the driver's own use (the kernel's `pdu`).
     #[inline]
     pub fn pdu(&mut self, tag: Tag) -> &mut [u64; 2] {
-        &mut self.requests[tag.index()].pdu
+        &mut self.in_flight[tag].pdu
     }
 
     /// The memory of a request whose data only the kernel can access. This is the request's whole memory,
@@ -348,25 +345,17 @@ impl DriverContext<'_> {
     /// requests.
     #[inline]
     pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
-        match self.requests[tag.index()].first_bio {
+        match self.in_flight[tag].first_bio {
             NIL => None,
-            bio => self.bios.kernel_pages(bio),
+            bio => self.in_flight.kernel_pages(bio),
         }
     }
 
     /// Calls `each` with every memory segment of the request, in the order of its bytes. Memory that
     /// [`DriverContext::kernel_pages`] returns is not included.
     #[inline]
-    pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
-        let request = &self.requests[tag.index()];
-        if request.is_plain() {
-            return self.bios.plain_segment(request).into_iter().for_each(each);
-        }
-        let mut bio = request.first_bio;
-        while bio != NIL {
-            self.bios.for_each_segment(bio, self.zeroes, &mut each);
-            bio = self.bios[bio].next;
-        }
+    pub fn for_each_segment(&self, tag: Tag, each: impl FnMut(Segment)) {
+        self.in_flight.for_each_segment(tag, each);
     }
 
     /// Completes a request that the driver has taken. The submitter is notified after the driver has returned

@@ -3,6 +3,7 @@
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::tags::Tag;
 
 /// The end of a list of bios.
 pub(crate) const NIL: u32 = u32::MAX;
@@ -15,7 +16,7 @@ pub(crate) enum RequestState {
     Busy,
     /// As `Busy`, with a single plain bio (`SlotFlags::PLAIN`) that reads. The bio is in the slot whose number
     /// is the tag.
-    /// Position, length and start time are stored only in the request until `BioSlab::fill_plain`.
+    /// Position, length and start time are stored only in the request until `InFlight::fill_plain`.
     PlainRead,
     /// As `PlainRead`, with a bio that writes.
     PlainWrite,
@@ -116,9 +117,9 @@ impl Request {
 
     /// Makes the request idle, and restores the fields on which [`Request::begin_plain`] relies.
     #[inline]
-    pub(crate) fn complete(&mut self, tag: u16) {
+    pub(crate) fn complete(&mut self, tag: Tag) {
         self.state = RequestState::Idle;
-        (self.first_bio, self.last_bio, self.segments) = (u32::from(tag), u32::from(tag), 1);
+        (self.first_bio, self.last_bio, self.segments) = (tag.0.into(), tag.0.into(), 1);
     }
 
     #[inline]

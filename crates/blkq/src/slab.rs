@@ -1,10 +1,12 @@
 use std::mem::{ManuallyDrop, MaybeUninit};
+use std::ops::{Index, IndexMut};
 
-use crate::bio::{BioFlags, Operation, Outline};
+use crate::bio::{BioFlags, Completion, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
 use crate::completer::{Completer, InlineCallback};
-use crate::error::Status;
-use crate::request::{NIL, Request};
+use crate::error::{IoResult, Status};
+use crate::limits::MergeSide;
+use crate::request::{NIL, Request, RequestState};
 use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::sync::Arc;
 use crate::tags::Tag;
@@ -16,7 +18,7 @@ pub(crate) enum DataSource {
     Own,
     /// A part of the parent's memory, from `data_offset` on.
     Parent,
-    /// The queue's page of zeroes.
+    /// The queue's buffer of zeroes.
     Zeroes,
 }
 
@@ -109,11 +111,6 @@ impl BioSlot {
         ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
     }
 
-    /// Calls `f` with the segments of the bio's own memory, which must be used only to measure it.
-    pub fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
-        self.data.with_shape(f)
-    }
-
     /// The bio's memory, if it is one buffer of its own.
     #[inline]
     fn own_buffer(&self) -> Option<Segment> {
@@ -170,12 +167,6 @@ impl BioSlot {
         (self.completer_kind == CompleterKind::Owner).then_some(self.completer_word)
     }
 
-    #[inline(always)]
-    pub fn user_data(&self) -> u64 {
-        debug_assert!(self.completer_kind == CompleterKind::Owner);
-        self.completer_word
-    }
-
     pub fn outline(&self) -> Outline {
         let &BioSlot { operation, flags, sector, sectors, start_ns, .. } = self;
         Outline { operation, flags, sector, sectors, start_ns }
@@ -205,8 +196,6 @@ bitflags::bitflags! {
         const GATED = 1 << 0;
         /// The bio is executed as parts: write zeroes for a device without support, written as zeroes.
         const AS_ZEROES = 1 << 1;
-        /// The bio is executed as parts, of which at most `PARTS_MAX` are in flight (`queue/parts.rs`).
-        const SPLIT = 1 << 2;
         /// The bio was accepted from the queue's owner as one piece within the limits. Without other flags,
         /// its completion needs no other action than notifying the owner.
         const PLAIN = 1 << 3;
@@ -233,47 +222,79 @@ pub(crate) enum FlushStep {
     Postflush,
 }
 
-/// The bios in flight of one queue: a slab with a stack of free slots. (A free list through the slots would
-/// need fewer instructions but more time, because each bio would wait until the slot of the previous one is
-/// in the cache.) The slab allocates memory only when parts of bios exceed its capacity. The first slots are
-/// for plain bios, one for each tag. A plain bio needs no other slot if it is submitted while a tag is free.
-pub(crate) struct BioSlab {
-    slots: Vec<BioSlot>,
+/// The I/O in flight of one queue: the slots of its requests, by tag, and of its bios.
+///
+/// The bios are a slab with a stack of free slots. (A free list through the slots would need fewer instructions but
+/// more time, because each bio would wait until the slot of the previous one is in the cache.) The slab allocates
+/// memory only when parts of bios exceed its capacity. The first slots are for plain bios, one for each tag. A plain
+/// bio needs no other slot if it is submitted while a tag is free.
+pub(crate) struct InFlight {
+    requests: Box<[Request]>,
+    bios: Vec<BioSlot>,
     free: Vec<u32>,
-    /// The number of slots for tags, and the number of these in use.
-    tags: u32,
+    /// The number of plain bios in the slots of tags.
     plain: u32,
     /// The number of slots that were added beyond the capacity, for parts.
     extra: usize,
+    /// Requests in flight that did not start as a plain bio.
+    others: u32,
+    /// Memory of bios with [`DataSource::Zeroes`].
+    zeroes: IoBuffer,
 }
 
-impl BioSlab {
-    /// A slab for one plain bio of each of `tags` tags, and `capacity` other bios.
-    pub fn new(tags: u32, capacity: u32) -> BioSlab {
+impl InFlight {
+    /// Slots for `tags` requests with a plain bio each, and for `capacity` other bios.
+    pub fn new(tags: usize, capacity: u32, zeroes: IoBuffer) -> InFlight {
         let of_tags = (0..tags).map(|_| BioSlot::of_tag());
-        let slots = of_tags.chain((0..capacity).map(|_| BioSlot::empty())).collect();
-        BioSlab { slots, free: (tags..tags + capacity).rev().collect(), tags, plain: 0, extra: 0 }
+        let first = tags as u32;
+        InFlight {
+            requests: (0..tags).map(|tag| Request::of_tag(tag as u16)).collect(),
+            bios: of_tags.chain((0..capacity).map(|_| BioSlot::empty())).collect(),
+            free: (first..first + capacity).rev().collect(),
+            plain: 0,
+            extra: 0,
+            others: 0,
+            zeroes,
+        }
     }
 
-    /// Takes the completers of all bios in flight, in order to fail them; each with the operation of the bio
-    /// if that has an allocation of the request gate. The memory of the bios is not freed, because the device
-    /// may still use it.
-    pub fn take_completers(&mut self) -> impl Iterator<Item = (Completer, Option<Operation>)> {
-        let in_use = self.slots.iter_mut().filter(|slot| slot.completer_kind != CompleterKind::None);
-        in_use.map(|slot| {
-            let gated = slot.slot_flags.contains(SlotFlags::GATED).then_some(slot.operation);
-            (slot.take_completer(), gated)
-        })
+    #[inline]
+    pub fn requests(&self) -> &[Request] {
+        &self.requests
     }
 
-    pub fn len(&self) -> u32 {
-        (self.slots.len() - self.free.len()) as u32 - self.tags + self.plain
+    /// The number of requests in flight.
+    #[inline]
+    pub fn in_use(&self) -> u32 {
+        self.others + self.plain
     }
 
-    /// Whether the slab has room for a bio that is not plain, or for which no tag is free.
+    /// The tags of the requests in flight.
+    pub fn tags(&self) -> impl Iterator<Item = Tag> {
+        let tags = (0..self.requests.len()).map(|index| Tag(index as u16));
+        tags.filter(|&tag| self[tag].state != RequestState::Idle)
+    }
+
+    /// The number of bios in flight.
+    pub fn bio_count(&self) -> u32 {
+        (self.bios.len() - self.free.len() - self.requests.len()) as u32 + self.plain
+    }
+
+    /// Whether a bio that is not plain, or for which no tag is free, has room.
     #[inline]
     pub fn has_room(&self) -> bool {
         self.free.len() > self.extra
+    }
+
+    pub fn zeroes(&self) -> &IoBuffer {
+        &self.zeroes
+    }
+
+    /// Replaces the zeroes, unless a request may use them: also one that began as a plain bio, after a merge.
+    pub fn set_zeroes(&mut self, zeroes: impl FnOnce() -> IoBuffer) {
+        if self.in_use() == 0 {
+            self.zeroes = zeroes();
+        }
     }
 
     #[inline]
@@ -282,8 +303,22 @@ impl BioSlab {
             Some(index) => index,
             None => self.grow(),
         };
+        self.set(index, bio);
+        index
+    }
+
+    #[cold]
+    fn grow(&mut self) -> u32 {
+        self.bios.push(BioSlot::empty());
+        self.extra += 1;
+        self.free.reserve(self.bios.len());
+        self.bios.len() as u32 - 1
+    }
+
+    #[inline]
+    pub fn set(&mut self, index: u32, bio: NewBio) {
         // Field by field, for the reason described at [`BioSlot`].
-        let slot = &mut self.slots[index as usize];
+        let slot = &mut self[index];
         slot.data = bio.data;
         slot.set_completer(ManuallyDrop::into_inner(bio.completer));
         slot.sector = bio.outline.sector;
@@ -297,74 +332,186 @@ impl BioSlab {
         slot.slot_flags = bio.slot_flags;
         slot.step = FlushStep::None;
         slot.error = None;
-        index
-    }
-
-    /// Adds the plain bio of a tag to the tag's slot. The other fields of the slot have the values of
-    /// [`BioSlot::of_tag`], or are taken from the request later.
-    #[inline(always)]
-    pub fn insert_plain(&mut self, tag: Tag, data: ManuallyDrop<Data>, user_data: u64) {
-        let slot = &mut self.slots[tag.index()];
-        slot.data = data;
-        slot.completer_word = user_data;
-        self.plain += 1;
-    }
-
-    /// Writes the fields of a plain bio's slot that are unset while the bio is the only one of its `request`.
-    /// Must be called before the bio is handled like other bios.
-    pub fn fill_plain(&mut self, request: &Request) {
-        debug_assert!(request.is_plain());
-        let slot = &mut self.slots[request.first_bio as usize];
-        slot.sector = request.sector;
-        slot.sectors = request.sectors;
-        slot.start_ns = request.start_ns;
-        slot.operation = request.operation;
-        slot.flags = request.flags;
-    }
-
-    /// The memory of a plain bio that is the only one of its `request`.
-    #[inline]
-    pub fn plain_segment(&self, request: &Request) -> Option<Segment> {
-        match &*self[request.first_bio].data {
-            Data::Buffer(buffer) => Some(Segment { len: request.bytes() as u32, ..buffer.segment() }),
-            _ => None,
-        }
-    }
-
-    #[inline]
-    pub fn plain(&self) -> u32 {
-        self.plain
-    }
-
-    #[inline]
-    pub fn of_tags(&mut self, tags: usize) -> &mut [BioSlot] {
-        &mut self.slots[..tags]
-    }
-
-    /// Removes `count` completed plain bios, each the only one of its request. Their memory was taken.
-    #[inline]
-    pub fn release_plain(&mut self, count: u32) {
-        self.plain -= count;
-    }
-
-    #[cold]
-    fn grow(&mut self) -> u32 {
-        self.slots.push(BioSlot::empty());
-        self.extra += 1;
-        self.free.reserve(self.slots.len());
-        self.slots.len() as u32 - 1
     }
 
     /// Frees a slot whose memory and completer have been taken.
     #[inline]
     pub fn remove(&mut self, index: u32) {
         debug_assert!(matches!(*self[index].data, Data::None));
-        if index < self.tags {
+        if (index as usize) < self.requests.len() {
             self[index] = BioSlot::of_tag();
             self.plain -= 1;
         } else {
             self.free.push(index);
         }
+    }
+
+    #[inline(always)]
+    pub fn begin(&mut self, tag: Tag, index: u32, outline: &Outline, segments: u16) {
+        self[tag].begin(index, outline, segments);
+        self.others += 1;
+    }
+
+    /// Starts request `tag` with a plain bio, in the slot of the tag. The other fields of the slot have the values of
+    /// [`BioSlot::of_tag`], or are taken from the request later.
+    #[inline(always)]
+    pub fn begin_plain(&mut self, tag: Tag, outline: &Outline, data: ManuallyDrop<Data>, user_data: u64) {
+        let slot = &mut self.bios[tag.index()];
+        slot.data = data;
+        slot.completer_word = user_data;
+        self.plain += 1;
+        self[tag].begin_plain(outline);
+    }
+
+    pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
+        self[tag] = Request::flush(start_ns);
+        self.others += 1;
+    }
+
+    /// If request `tag` consists of a single plain bio, completes the fields that the bio's slot lacks. Must be called
+    /// before the bio is handled like other bios.
+    #[inline]
+    pub fn fill_plain(&mut self, tag: Tag) {
+        let request = &self.requests[tag.index()];
+        if request.is_plain() {
+            let slot = &mut self.bios[request.first_bio as usize];
+            slot.sector = request.sector;
+            slot.sectors = request.sectors;
+            slot.start_ns = request.start_ns;
+            slot.operation = request.operation;
+            slot.flags = request.flags;
+        }
+    }
+
+    /// Completes requests from the beginning of `completed`. Stops at a request that has failed, that does
+    /// not consist of a single plain bio, that is not of `operation`, or that was not started at `start_ns`.
+    /// Adds the completions of their bios to `own`, and their tags to `freed`. Returns the number of requests and of
+    /// their sectors.
+    #[inline(always)]
+    pub fn complete_plain(
+        &mut self,
+        completed: &[(Tag, IoResult)],
+        operation: Operation,
+        start_ns: u64,
+        own: &mut Vec<Completion>,
+        freed: &mut Vec<Tag>,
+    ) -> (usize, u64) {
+        let Some(state) = RequestState::of_plain(operation) else { return (0, 0) };
+        own.reserve(completed.len());
+        freed.reserve(completed.len());
+        let room = own.spare_capacity_mut().iter_mut().zip(freed.spare_capacity_mut());
+        let slots = &mut self.bios[..self.requests.len()];
+        let (mut count, mut sectors) = (0, 0);
+        for (&(tag, result), (place, freed)) in completed.iter().zip(room) {
+            if result.is_err() {
+                break;
+            }
+            let request = &mut self.requests[tag.index()];
+            if request.state != state || request.start_ns != start_ns {
+                break;
+            }
+            request.state = RequestState::Idle;
+            let slot = &mut slots[tag.index()];
+            debug_assert!(slot.completer_kind == CompleterKind::Owner);
+            let place = place.as_mut_ptr();
+            // Written in place: a struct literal would be copied through the stack (see `BioSlot`).
+            // SAFETY: the place is valid for writing, all of its fields are written, and the data is read
+            // once, because the slot gets `Data::None` below.
+            unsafe {
+                (&raw mut (*place).user_data).write(slot.completer_word);
+                (&raw mut (*place).result).write(Ok(()));
+                (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
+            }
+            slot.data = ManuallyDrop::new(Data::None);
+            freed.write(tag);
+            sectors += request.sectors;
+            count += 1;
+        }
+        // SAFETY: the first `count` spare places of both vectors have been written.
+        unsafe {
+            own.set_len(own.len() + count);
+            freed.set_len(freed.len() + count);
+        }
+        self.plain -= count as u32;
+        (count, sectors)
+    }
+
+    /// Completes request `tag`; its bios remain. Returns its operation and its first bio. Panics if the
+    /// request has already completed, in release builds too: such a driver has corrupted data.
+    pub fn complete(&mut self, tag: Tag) -> (Operation, u32) {
+        self.fill_plain(tag);
+        let request = &mut self.requests[tag.index()];
+        match request.state {
+            RequestState::Idle => completed_twice(tag),
+            RequestState::Busy => self.others -= 1,
+            // Counted until the plain bio leaves its slot.
+            RequestState::PlainRead | RequestState::PlainWrite | RequestState::PlainMerged => {}
+        }
+        let completed = (request.operation, request.first_bio);
+        request.complete(tag);
+        completed
+    }
+
+    /// Adds bio `index` to request `tag` at `side`. Together they have `segments`.
+    #[inline]
+    pub fn merge(&mut self, tag: Tag, index: u32, side: MergeSide, segments: u16) {
+        self.fill_plain(tag);
+        let request = &mut self.requests[tag.index()];
+        let bio = &mut self.bios[index as usize];
+        if request.state != RequestState::Busy {
+            request.state = RequestState::PlainMerged;
+        }
+        request.sectors += bio.sectors;
+        request.segments = segments;
+        match side {
+            MergeSide::Back => {
+                bio.next = NIL;
+                self.bios[request.last_bio as usize].next = index;
+                request.last_bio = index;
+            }
+            MergeSide::Front => {
+                bio.next = request.first_bio;
+                request.sector = bio.sector;
+                request.first_bio = index;
+            }
+        }
+    }
+
+    /// Merges request `second`, which starts where `first` ends, into `first`. The earlier start time wins,
+    /// as in the kernel.
+    pub fn join(&mut self, first: Tag, second: Tag) {
+        let tail = std::mem::replace(&mut self[second], Request::of_tag(second.0));
+        debug_assert!(tail.state == RequestState::Busy, "schedulers have no request of a plain bio");
+        let head = &mut self.requests[first.index()];
+        self.bios[head.last_bio as usize].next = tail.first_bio;
+        head.last_bio = tail.last_bio;
+        head.sectors += tail.sectors;
+        head.segments += tail.segments;
+        head.start_ns = head.start_ns.min(tail.start_ns);
+        self.others -= 1;
+    }
+
+    /// Takes the completers of all bios in flight, in order to fail them; each with the operation of the bio
+    /// if that has an allocation of the request gate. Leaks the memory of the bios, because the kernel may still use
+    /// it. No request counts as in flight afterwards, but [`InFlight::tags`] still returns them.
+    pub fn leak(&mut self) -> Vec<(Completer, Option<Operation>)> {
+        let in_use = self.bios.iter_mut().filter(|slot| slot.completer_kind != CompleterKind::None);
+        let completers = in_use.map(|slot| {
+            let gated = slot.slot_flags.contains(SlotFlags::GATED).then_some(slot.operation);
+            (slot.take_completer(), gated)
+        });
+        let completers = completers.collect();
+        std::mem::forget(std::mem::take(&mut self.bios));
+        std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
+        (self.others, self.plain) = (0, 0);
+        completers
+    }
+
+    /// The bios of request `tag`, in the order of their positions.
+    #[inline]
+    pub fn bios_of(&self, tag: Tag) -> impl Iterator<Item = u32> {
+        let bio = |index: u32| (index != NIL).then_some(index);
+        std::iter::successors(bio(self[tag].first_bio), move |&index| bio(self[index].next))
     }
 
     /// The submitted bio of which bio `index` is a part, or a part of a part; `index` if it is no part.
@@ -376,14 +523,14 @@ impl BioSlab {
     }
 
     /// The bio whose memory bio `index` uses, and the offset in bytes within that memory. Must not be called
-    /// for a bio that uses the page of zeroes.
+    /// for a bio that uses the zeroes.
     pub fn memory_of(&self, index: u32) -> (&BioSlot, u64) {
         let (mut slot, mut skip) = (&self[index], 0);
         while slot.data_source == DataSource::Parent {
             skip += u64::from(slot.data_offset);
             slot = &self[slot.parent];
         }
-        debug_assert!(slot.data_source == DataSource::Own, "the page of zeroes belongs to no bio");
+        debug_assert!(slot.data_source == DataSource::Own, "the zeroes belong to no bio");
         (slot, skip)
     }
 
@@ -413,18 +560,30 @@ impl BioSlab {
 
     /// The number of segments of bio `index`. The limits keep it below 65536.
     #[inline]
-    pub fn count_segments(&self, index: u32, zeroes: &IoBuffer) -> u16 {
+    pub fn count_segments(&self, index: u32) -> u16 {
         if self[index].own_buffer().is_some() || self.kernel_pages(index).is_some() {
             return 1;
         }
         let mut count = 0;
-        self.for_each_segment(index, zeroes, |_| count += 1);
+        self.segments_of_bio(index, |_| count += 1);
         count
     }
 
-    /// Calls `each` with all segments of bio `index`, in order; with none if the memory has no address.
+    /// Calls `each` with the segments of request `tag`, in order; with none if the memory has no address.
     #[inline]
-    pub fn for_each_segment(&self, index: u32, zeroes: &IoBuffer, mut each: impl FnMut(Segment)) {
+    pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
+        let request = &self[tag];
+        if request.is_plain() {
+            if let Data::Buffer(buffer) = &*self[request.first_bio].data {
+                each(Segment { len: request.bytes() as u32, ..buffer.segment() });
+            }
+            return;
+        }
+        self.bios_of(tag).for_each(|bio| self.segments_of_bio(bio, &mut each));
+    }
+
+    #[inline]
+    fn segments_of_bio(&self, index: u32, mut each: impl FnMut(Segment)) {
         let slot = &self[index];
         if let Some(segment) = slot.own_buffer() {
             return each(segment);
@@ -436,7 +595,7 @@ impl BioSlab {
                 root.data.with_segments(|s| slice_segments(s, skip as u32, length, &mut each));
             }
             DataSource::Zeroes => {
-                let page = zeroes.segment();
+                let page = self.zeroes.segment();
                 let mut left = length;
                 while left > 0 {
                     let len = left.min(page.len);
@@ -446,6 +605,11 @@ impl BioSlab {
             }
         }
     }
+}
+
+#[cold]
+fn completed_twice(tag: Tag) -> ! {
+    panic!("the driver completed tag {} twice", tag.0);
 }
 
 /// Calls `each` with the `length` bytes of `segments` from byte `skip` on.
@@ -470,79 +634,32 @@ pub(crate) fn slice_segments(
     }
 }
 
-impl std::ops::Index<u32> for BioSlab {
+impl Index<Tag> for InFlight {
+    type Output = Request;
+    #[inline]
+    fn index(&self, tag: Tag) -> &Request {
+        &self.requests[tag.index()]
+    }
+}
+
+impl IndexMut<Tag> for InFlight {
+    #[inline]
+    fn index_mut(&mut self, tag: Tag) -> &mut Request {
+        &mut self.requests[tag.index()]
+    }
+}
+
+impl Index<u32> for InFlight {
     type Output = BioSlot;
     #[inline]
     fn index(&self, index: u32) -> &BioSlot {
-        &self.slots[index as usize]
+        &self.bios[index as usize]
     }
 }
 
-impl std::ops::IndexMut<u32> for BioSlab {
+impl IndexMut<u32> for InFlight {
     #[inline]
     fn index_mut(&mut self, index: u32) -> &mut BioSlot {
-        &mut self.slots[index as usize]
-    }
-}
-
-/// A list of bios linked through their slots, first in, first out.
-#[derive(Debug)]
-pub(crate) struct BioList {
-    first: u32,
-    last: u32,
-    len: u32,
-}
-
-impl BioList {
-    pub fn new() -> BioList {
-        BioList { first: NIL, last: NIL, len: 0 }
-    }
-
-    pub fn len(&self) -> u32 {
-        self.len
-    }
-
-    /// The index of the first bio, or [`NIL`].
-    pub fn first(&self) -> u32 {
-        self.first
-    }
-
-    #[inline]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Adds a bio at the front.
-    pub fn push_front(&mut self, bios: &mut BioSlab, index: u32) {
-        bios[index].next = self.first;
-        self.first = index;
-        if self.last == NIL {
-            self.last = index;
-        }
-        self.len += 1;
-    }
-
-    pub fn push_back(&mut self, bios: &mut BioSlab, index: u32) {
-        bios[index].next = NIL;
-        match self.last {
-            NIL => self.first = index,
-            last => bios[last].next = index,
-        }
-        self.last = index;
-        self.len += 1;
-    }
-
-    pub fn pop_front(&mut self, bios: &mut BioSlab) -> Option<u32> {
-        let index = self.first;
-        if index == NIL {
-            return None;
-        }
-        self.first = bios[index].next;
-        if self.first == NIL {
-            self.last = NIL;
-        }
-        bios[index].next = NIL;
-        self.len -= 1;
-        Some(index)
+        &mut self.bios[index as usize]
     }
 }

@@ -5,27 +5,6 @@ use crate::buffer::Segment;
 use crate::error::Status;
 use crate::limits::QueueLimits;
 
-/// Whether a bio exceeds the limits of one request. Needs only a few comparisons for a bio with one segment.
-/// `segments` is the memory of the whole bio, empty if it has none, and may be longer than `length`.
-#[inline]
-pub(crate) fn needs_split(
-    limits: &QueueLimits,
-    operation: Operation,
-    no_unmap: bool,
-    offset: u64,
-    length: u64,
-    segments: &[Segment],
-) -> bool {
-    if length > limits.max_bytes_at(operation, no_unmap, offset) {
-        return true;
-    }
-    match segments {
-        [] => false,
-        [_] => length > u64::from(limits.max_segment_bytes),
-        _ => bytes_of_segments(limits, segments, 0, length) < length,
-    }
-}
-
 /// How many bytes of `length` from byte `offset` the first request may carry. If that is not all, the request
 /// ends where the next one starts at a physical block, or for a discard at its granularity, or at least at a
 /// logical block. `segments` is the memory of the bio, from byte `skip` on; empty if it has none.
@@ -144,10 +123,6 @@ mod tests {
             while done < length {
                 let (at, left) = (offset + done, length - done);
                 let bytes = split_point(&limits, operation, no_unmap, at, left, &segments, done);
-                if done == 0 {
-                    let needs = needs_split(&limits, operation, no_unmap, offset, length, &segments);
-                    prop_assert_eq!(needs, bytes < length);
-                }
                 let mut pieces = Vec::new();
                 let shown = if bytes > 0 { bytes } else { block };
                 slice_segments(&segments, done as u32, shown as u32, |segment| pieces.push(segment.len));

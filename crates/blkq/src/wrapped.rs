@@ -2,33 +2,29 @@ use std::borrow::Cow;
 use std::mem::ManuallyDrop;
 
 use crate::bio::Outline;
-use crate::buffer::{Data, Segment};
+use crate::buffer::{Data, IoBuffer, Segment};
 use crate::completer::Completer;
 use crate::driver::{DriverContext, DriverQueue};
 use crate::error::IoResult;
-use crate::request::{NIL, Request, RequestState};
+use crate::request::RequestState;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
+use crate::slab::{InFlight, NewBio, SlotFlags, slice_segments};
 use crate::tags::Tag;
 
 /// A queue of a wrapped driver, and the requests that it is offered instead of those of the wrapping queue:
 /// one per tag, with the same tag and one bio each. Memory is allocated for every request.
 pub struct WrappedQueue {
     queue: Box<dyn DriverQueue>,
-    requests: Box<[Request]>,
-    bios: BioSlab,
+    in_flight: InFlight,
     completed: Vec<(Tag, IoResult)>,
 }
 
 impl WrappedQueue {
     /// Wraps `queue`, which the wrapped driver opened for `tags` tags.
     pub fn new(queue: Box<dyn DriverQueue>, tags: usize) -> WrappedQueue {
-        WrappedQueue {
-            queue,
-            requests: (0..tags).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new(0, tags as u32),
-            completed: Vec::with_capacity(tags),
-        }
+        // A bio is in the slot of its tag.
+        let in_flight = InFlight::new(tags, 0, IoBuffer::zeroed(0));
+        WrappedQueue { queue, in_flight, completed: Vec::with_capacity(tags) }
     }
 
     /// Prepares the request with `tag` for [`DriverQueue::queue_requests`]. It has the operation and flags
@@ -56,25 +52,19 @@ impl WrappedQueue {
             true => unsafe { Data::borrowed(first) },
             false => Data::None,
         };
-        let sectors = bytes >> SECTOR_SHIFT;
-        let slot = self.bios.insert(NewBio {
-            outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
-            data: ManuallyDrop::new(data),
-            completer: ManuallyDrop::new(Completer::None),
-            slot_flags: SlotFlags::empty(),
-        });
-        self.requests[tag.index()] = Request {
-            sector,
-            sectors,
-            first_bio: slot,
-            last_bio: slot,
-            start_ns: request.start_ns,
-            operation,
-            flags,
-            state: RequestState::Busy,
-            segments: count,
-            pdu: [0; 2],
-        };
+        let (sectors, start_ns) = (bytes >> SECTOR_SHIFT, request.start_ns);
+        let outline = Outline { operation, flags, sector, sectors, start_ns };
+        let slot = u32::from(tag.0);
+        self.in_flight.set(
+            slot,
+            NewBio {
+                outline,
+                data: ManuallyDrop::new(data),
+                completer: ManuallyDrop::new(Completer::None),
+                slot_flags: SlotFlags::empty(),
+            },
+        );
+        self.in_flight[tag].begin(slot, &outline, count);
     }
 
     /// Removes and returns the requests that the wrapped queue has completed. Must be called after each
@@ -82,19 +72,17 @@ impl WrappedQueue {
     pub fn take_completed(&mut self) -> Vec<(Tag, IoResult)> {
         let completed = std::mem::take(&mut self.completed);
         for (tag, _) in &completed {
-            let request = &mut self.requests[tag.index()];
+            let request = &mut self.in_flight[*tag];
             assert!(request.state == RequestState::Busy, "{tag:?} was completed twice");
-            let slot = std::mem::replace(&mut request.first_bio, NIL);
-            request.state = RequestState::Idle;
-            drop(self.bios[slot].take_data());
-            self.bios.remove(slot);
+            request.complete(*tag);
+            drop(self.in_flight[u32::from(tag.0)].take_data());
         }
         completed
     }
 
     /// Whether the wrapped queue has no request, so that no request's memory is in use.
     pub fn is_idle(&self) -> bool {
-        self.requests.iter().all(|request| request.state != RequestState::Busy)
+        self.in_flight.tags().next().is_none()
     }
 
     /// Calls the wrapped queue with its own view of the block layer, which consists of disjoint parts of the
@@ -106,9 +94,7 @@ impl WrappedQueue {
         call: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R,
     ) -> R {
         let mut inner = DriverContext {
-            requests: &mut self.requests,
-            bios: &self.bios,
-            zeroes: cx.zeroes,
+            in_flight: &mut self.in_flight,
             completed: &mut self.completed,
             clock: cx.clock,
             ring: cx.ring.as_deref_mut(),
@@ -121,7 +107,7 @@ impl WrappedQueue {
 
     /// Returns [`DriverQueue::state`] of a request that was prepared.
     pub fn state(&self, tag: Tag) -> Cow<'static, str> {
-        self.queue.state(tag, &self.requests[tag.index()])
+        self.queue.state(tag, &self.in_flight[tag])
     }
 
     /// Returns [`DriverQueue::deadline_ns`] of the wrapped queue.

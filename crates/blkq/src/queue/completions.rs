@@ -1,26 +1,21 @@
-use std::mem::ManuallyDrop;
-
 use crate::bio::{Completion, Operation};
 use crate::buffer::Data;
 use crate::completer::Completer;
 use crate::error::IoResult;
 use crate::remote::gate::{Direction, RequestGate};
-use crate::request::RequestState;
 use crate::tags::Tag;
-
-use super::in_flight::InFlight;
 
 pub(super) struct Completions {
     /// Requests that the driver has completed and the queue has not.
-    requests: Vec<(Tag, IoResult)>,
+    pub requests: Vec<(Tag, IoResult)>,
     /// The driver has called [`DriverContext::limits_changed`](crate::DriverContext::limits_changed).
-    limits_changed: bool,
+    pub limits_changed: bool,
     /// Completions of bios that the queue's owner submitted.
-    own: Vec<Completion>,
+    pub own: Vec<Completion>,
     /// How many of `own`, from the beginning, were taken one by one. They are empty.
     taken: usize,
     /// Completions of bios that other threads submitted.
-    remote: Vec<(Completer, IoResult, Data)>,
+    pub remote: Vec<(Completer, IoResult, Data)>,
     /// Completed bios that the request gate still counts as in flight: reads, all others.
     gate_owed: [u32; 2],
 }
@@ -37,32 +32,6 @@ impl Completions {
         }
     }
 
-    /// The fields that the driver writes.
-    #[inline]
-    pub fn for_driver(&mut self) -> (&mut Vec<(Tag, IoResult)>, &mut bool) {
-        (&mut self.requests, &mut self.limits_changed)
-    }
-
-    #[inline]
-    pub fn take_limits_changed(&mut self) -> bool {
-        std::mem::take(&mut self.limits_changed)
-    }
-
-    #[inline]
-    pub fn has_requests(&self) -> bool {
-        !self.requests.is_empty()
-    }
-
-    #[inline]
-    pub fn request_count(&self) -> usize {
-        self.requests.len()
-    }
-
-    #[inline]
-    pub fn take_requests(&mut self) -> Vec<(Tag, IoResult)> {
-        std::mem::take(&mut self.requests)
-    }
-
     /// Returns the buffer of a batch, so that it is reused. Drops the buffer if the driver has completed
     /// further requests meanwhile, which are in a new one.
     #[inline]
@@ -73,68 +42,9 @@ impl Completions {
         }
     }
 
-    pub fn extend_requests(&mut self, tags: impl Iterator<Item = Tag>, result: IoResult) {
-        self.requests.extend(tags.map(|tag| (tag, result)));
-    }
-
     #[inline]
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
-    }
-
-    pub fn push_remote(&mut self, completer: Completer, result: IoResult, data: Data) {
-        self.remote.push((completer, result, data));
-    }
-
-    /// Completes requests from the beginning of `completed`. Stops at a request that has failed, that does
-    /// not consist of a single plain bio, that is not of `operation`, or that was not started at `start_ns`.
-    /// Adds their tags to `freed`. Returns the number of requests and of their sectors.
-    #[inline(always)]
-    pub fn complete_plain(
-        &mut self,
-        in_flight: &mut InFlight,
-        freed: &mut Vec<Tag>,
-        completed: &[(Tag, IoResult)],
-        operation: Operation,
-        start_ns: u64,
-    ) -> (usize, u64) {
-        let Some(state) = RequestState::of_plain(operation) else { return (0, 0) };
-        self.own.reserve(completed.len());
-        freed.reserve(completed.len());
-        let room = self.own.spare_capacity_mut().iter_mut().zip(freed.spare_capacity_mut());
-        let (requests, slots) = in_flight.plain_mut();
-        let (mut count, mut sectors) = (0, 0);
-        for (&(tag, result), (place, freed)) in completed.iter().zip(room) {
-            if result.is_err() {
-                break;
-            }
-            let request = &mut requests[tag.index()];
-            if request.state != state || request.start_ns != start_ns {
-                break;
-            }
-            request.state = RequestState::Idle;
-            let slot = &mut slots[tag.index()];
-            let place = place.as_mut_ptr();
-            // Written in place: a struct literal would be copied through the stack (see `BioSlot`).
-            // SAFETY: the place is valid for writing, all of its fields are written, and the data is read
-            // once, because the slot gets `Data::None` below.
-            unsafe {
-                (&raw mut (*place).user_data).write(slot.user_data());
-                (&raw mut (*place).result).write(Ok(()));
-                (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
-            }
-            slot.data = ManuallyDrop::new(Data::None);
-            freed.write(tag);
-            sectors += request.sectors;
-            count += 1;
-        }
-        // SAFETY: the first `count` spare places of both vectors have been written.
-        unsafe {
-            self.own.set_len(self.own.len() + count);
-            freed.set_len(freed.len() + count);
-        }
-        in_flight.bios_mut().release_plain(count as u32);
-        (count, sectors)
     }
 
     /// Counts a completed bio that came through the request gate.

@@ -4,36 +4,35 @@
 
 use std::sync::Arc;
 
-use crate::bio::Operation;
+use crate::disk::freeze::DiskControl;
 use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::driver::Driver;
 use crate::error::Error;
 use crate::limits::QueueLimits;
-use crate::request::Request;
 use crate::sched::SchedulerKind;
-use crate::sector::Sector;
 
-use super::fast_limits::FastLimits;
+use super::plug::FastLimits;
 
 pub(super) struct DiskView {
-    disk: Arc<Disk>,
-    index: usize,
-    shared: Arc<HardwareQueue>,
+    pub disk: Arc<Disk>,
+    pub index: usize,
+    pub shared: Arc<HardwareQueue>,
     /// The driver whose queue this queue has open.
-    driver: Arc<dyn Driver>,
-    /// The generation of [`DiskControl`](crate::disk::freeze::DiskControl) that the view includes.
+    pub driver: Arc<dyn Driver>,
+    /// The generation of [`DiskControl`] that the view includes.
     generation: u64,
-    settings: Settings,
-    limits: QueueLimits,
-    fast: FastLimits,
-    /// True between `enter` and `leave`: control threads change neither limits nor settings.
-    entered: bool,
+    pub settings: Settings,
+    pub limits: QueueLimits,
+    pub fast: FastLimits,
+    /// True between [`DiskControl::enter`] and [`DiskControl::leave`]: control threads change neither limits nor
+    /// settings.
+    pub entered: bool,
 }
 
 impl DiskView {
     /// Fails with [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the driver's limits are invalid.
     pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
-        // Read before the settings, so that `enter` notices a change made in between.
+        // Read before the settings, so that `is_outdated` notices a change made in between.
         let generation = disk.control.generation();
         let settings = disk.settings();
         let driver = disk.driver();
@@ -41,72 +40,13 @@ impl DiskView {
         limits.validate()?;
         let fast = FastLimits::new(&limits);
         let shared = disk.hardware_queue(index).clone();
-        Ok(DiskView {
-            disk: disk.clone(),
-            index,
-            shared,
-            driver,
-            generation,
-            settings,
-            limits,
-            fast,
-            entered: false,
-        })
-    }
-
-    pub fn disk(&self) -> &Arc<Disk> {
-        &self.disk
-    }
-
-    pub fn driver(&self) -> &dyn Driver {
-        &*self.driver
-    }
-
-    /// Takes the disk's current driver. Returns whether the driver was exchanged.
-    pub fn reload_driver(&mut self) -> bool {
-        let driver = self.disk.driver();
-        let is_new = !Arc::ptr_eq(&driver, &self.driver);
-        self.driver = driver;
-        is_new
-    }
-
-    pub fn index(&self) -> usize {
-        self.index
+        let (disk, entered) = (disk.clone(), false);
+        Ok(DiskView { disk, index, shared, driver, generation, settings, limits, fast, entered })
     }
 
     #[inline]
-    pub fn shared(&self) -> &HardwareQueue {
-        &self.shared
-    }
-
-    #[inline]
-    pub fn settings(&self) -> &Settings {
-        &self.settings
-    }
-
-    #[inline]
-    pub fn limits(&self) -> &QueueLimits {
-        &self.limits
-    }
-
-    #[inline]
-    pub fn allows(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
-        self.fast.allows(operation, sectors, segments)
-            || self.limits.allow(operation, start, sectors, segments)
-    }
-
-    pub fn declares(&self, request: &Request) -> bool {
-        self.limits.declares(request.operation, request.flags)
-    }
-
-    #[inline]
-    pub fn fast(&self) -> &FastLimits {
-        &self.fast
-    }
-
-    #[inline]
-    pub fn is_entered(&self) -> bool {
-        self.entered
+    pub fn control(&self) -> &DiskControl {
+        &self.disk.control
     }
 
     #[inline]
@@ -115,42 +55,16 @@ impl DiskView {
     }
 
     #[inline]
-    pub fn has_held_writes(&self) -> bool {
-        self.disk.hold.has_writes()
-    }
-
-    #[inline]
-    pub fn is_quiesced(&self) -> bool {
-        self.disk.control.is_quiesced()
-    }
-
-    /// Enters the disk, so that the queue may have requests. Returns false while the disk is frozen.
-    pub fn enter(&mut self) -> bool {
-        self.entered = self.disk.control.enter(self.index);
-        self.entered
-    }
-
-    #[inline]
-    pub fn leave(&mut self) {
-        self.entered = false;
-        self.disk.control.leave(self.index);
-    }
-
-    /// Begins to offer requests to the driver. Returns false while the disk is quiesced; otherwise the caller
-    /// must call [`DiskView::leave_dispatch`].
-    #[inline]
-    pub fn begin_dispatch(&self) -> bool {
-        self.disk.control.begin_dispatch(self.index)
-    }
-
-    #[inline]
-    pub fn leave_dispatch(&self) {
-        self.disk.control.leave_dispatch(self.index);
-    }
-
-    #[inline]
     pub fn is_outdated(&self) -> bool {
         self.disk.control.generation() != self.generation
+    }
+
+    /// Takes the disk's current driver. Returns whether the driver was exchanged.
+    pub fn reload_driver(&mut self) -> bool {
+        let driver = self.disk.driver();
+        let is_new = !Arc::ptr_eq(&driver, &self.driver);
+        self.driver = driver;
+        is_new
     }
 
     /// Takes the disk's current settings. Returns the scheduler if it was changed.

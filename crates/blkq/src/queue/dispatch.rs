@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use crate::bitmap::Bitmap;
 use crate::clock::monotonic_ns;
-use crate::driver::{Busy, DriverContext, DriverQueue, Taken};
-use crate::error::IoResult;
+use crate::driver::{Busy, DriverContext, DriverQueue, OpenContext, Taken};
+use crate::error::{Error, IoResult, Status};
 use crate::request::Request;
-use crate::ring::{Cqe, Ring};
+use crate::ring::{Cqe, Registrar, Ring};
 use crate::sched::{Scheduler, SchedulerKind};
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::Counter;
@@ -19,7 +19,7 @@ use crate::tags::Tag;
 use crate::trace::EventKind;
 
 use super::device_time::DeviceTime;
-use super::dispatch_path::{DispatchPath, Observers};
+use super::disk_view::DiskView;
 use super::io::Io;
 use super::plug::PLUG_REQUESTS;
 use super::throttle::QueueThrottle;
@@ -28,17 +28,75 @@ use super::tracer::Tracer;
 /// Delay before a driver that is out of resources is offered requests again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
+/// How the requests of a plug reach the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum DispatchPath {
+    /// There is no scheduler, no tracer and no limit: `Dispatch::issue_directly`.
+    Direct,
+    /// There are limits and nothing else. If the queue has prepaid for the whole plug
+    /// (`Dispatch::pay_limits`), `Dispatch::issue_directly`; otherwise `Dispatch::issue_limited`.
+    Limited,
+    /// There is a tracer and nothing else: `Dispatch::issue_traced`.
+    Traced,
+    /// Everything else, and whenever requeued requests must go first: `Dispatch::insert`, then
+    /// `Dispatch::run`.
+    Queued,
+}
+
+impl DispatchPath {
+    pub fn of(has_scheduler: bool, is_traced: bool, has_limits: bool) -> DispatchPath {
+        // Device time is measured only while there are limits.
+        match (has_scheduler, is_traced, has_limits) {
+            (false, false, false) => DispatchPath::Direct,
+            (false, false, true) => DispatchPath::Limited,
+            (false, true, false) => DispatchPath::Traced,
+            _ => DispatchPath::Queued,
+        }
+    }
+}
+
+/// Whether bios and completions have observers, as flags that the fast paths test.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Observers {
+    /// A scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
+    pub bios: bool,
+    /// A scheduler, a tracer or the measurement of device time: each is notified of completions.
+    pub completions: bool,
+}
+
+/// Opens the driver's half of a queue with `slots` requests.
+pub(super) fn open_driver(
+    view: &DiskView,
+    slots: usize,
+    ring: Option<&mut Ring>,
+) -> Result<Box<dyn DriverQueue>, Error> {
+    let (ring, wake) = (ring.map(Registrar::new), view.shared.kick.clone());
+    view.driver.open_queue(OpenContext { index: view.index as u16, tags: slots, ring, wake })
+}
+
+/// Replaces a queue that a new driver could not open while the disk was in use
+/// ([`Exchange::replace`](crate::disk::Exchange::replace)).
+struct BrokenQueue;
+
+// SAFETY: each request completes immediately, and its memory is not used.
+unsafe impl DriverQueue for BrokenQueue {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        tags.iter().for_each(|tag| cx.complete(*tag, Err(Status::Io)));
+        Taken::All
+    }
+}
+
 /// The driver's half of a queue, and the requests between the plug and the driver.
 pub(super) struct Dispatch {
     /// Marks this queue's submissions on the ring, which several queues may share.
     owner: u16,
     driver: Box<dyn DriverQueue>,
-    scheduler: Option<Box<dyn Scheduler>>,
+    pub scheduler: Option<Box<dyn Scheduler>>,
     /// Requests to offer to the driver before all others, as in the kernel's `hctx->dispatch`: the queue's
     /// flush, requests that a busy driver did not take, held requests that are reissued, and plugged requests
     /// that must not overtake these.
     requeued: VecDeque<Tag>,
-    throttle: QueueThrottle,
+    pub throttle: QueueThrottle,
     /// Requests that the driver has taken and not completed. If the driver panics in a call that passes
     /// requests to it, they are not counted, but those that it has completed before still complete.
     started: u32,
@@ -47,13 +105,13 @@ pub(super) struct Dispatch {
     /// Fewer than `depth` requests were started when the scheduler was last asked for a request.
     scheduler_has_room: bool,
     /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
-    blocked_by_quiesce: bool,
+    pub blocked_by_quiesce: bool,
     device_time: Option<Box<DeviceTime>>,
     /// Dirty bitmaps in which writes are marked before the driver gets them.
     bitmaps: Vec<Arc<Bitmap>>,
     /// The path of a plug while no request is requeued. Only [`Dispatch::update`] sets `path` and `observers`.
     path: DispatchPath,
-    observers: Observers,
+    pub observers: Observers,
     /// The scheduler or the throttle may have requests. This may be true when neither has any, but must never
     /// be false when one of them has.
     may_have_waiting: bool,
@@ -65,15 +123,15 @@ impl Dispatch {
         let mut dispatch = Dispatch {
             owner,
             driver,
-            scheduler: io.disk.settings().scheduler.open(slots),
+            scheduler: io.disk.settings.scheduler.open(slots),
             requeued: VecDeque::with_capacity(slots),
-            throttle: QueueThrottle::new(io.disk.disk(), slots),
+            throttle: QueueThrottle::new(&io.disk.disk, slots),
             started: 0,
             rerun_at_ns: None,
             scheduler_has_room: true,
             blocked_by_quiesce: false,
             device_time: None,
-            bitmaps: io.disk.disk().bitmaps.recording(),
+            bitmaps: io.disk.disk.bitmaps.recording(),
             path: DispatchPath::Queued,
             observers: Observers::default(),
             may_have_waiting: false,
@@ -94,7 +152,7 @@ impl Dispatch {
     }
 
     fn update_device_time(&mut self, io: &Io) {
-        let times = self.throttle.device_times(io.disk.index());
+        let times = self.throttle.device_times(io.disk.index);
         match (times, &self.device_time) {
             // The measurement goes into the same counters as before: keep it.
             (Some(times), Some(device_time)) if device_time.counts_in(times) => {}
@@ -108,45 +166,21 @@ impl Dispatch {
 
     #[cold]
     pub fn refresh_limits(&mut self, io: &Io) {
-        self.throttle.refresh(io.disk.disk());
+        self.throttle.refresh(&io.disk.disk);
         self.update_device_time(io);
-    }
-
-    /// Lifts all limits: the owner of the queue is stopping, and must not wait for them.
-    pub fn close_limits(&mut self) {
-        self.throttle.close();
     }
 
     #[inline(always)]
     fn context<'a>(&self, io: &'a mut Io, ring: Option<&'a mut Ring>) -> DriverContext<'a> {
-        let (requests, bios, zeroes) = io.in_flight.for_driver();
-        let (completed, limits_changed) = io.completions.for_driver();
         DriverContext {
-            requests,
-            bios,
-            zeroes,
-            completed,
+            in_flight: &mut io.in_flight,
+            completed: &mut io.completions.requests,
             clock: &mut io.clock,
             ring,
             owner: self.owner,
-            early_submission: io.disk.settings().early_submission,
-            limits_changed,
+            early_submission: io.disk.settings.early_submission,
+            limits_changed: &mut io.completions.limits_changed,
         }
-    }
-
-    #[inline]
-    pub fn observers(&self) -> Observers {
-        self.observers
-    }
-
-    #[inline]
-    pub fn scheduler(&self) -> Option<&dyn Scheduler> {
-        self.scheduler.as_deref()
-    }
-
-    #[inline]
-    pub fn scheduler_mut(&mut self) -> Option<&mut (dyn Scheduler + 'static)> {
-        self.scheduler.as_deref_mut()
     }
 
     /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
@@ -163,15 +197,6 @@ impl Dispatch {
     #[inline]
     pub fn has_requeued(&self) -> bool {
         !self.requeued.is_empty()
-    }
-
-    pub fn is_blocked_by_quiesce(&self) -> bool {
-        self.blocked_by_quiesce
-    }
-
-    #[inline]
-    pub fn throttle(&self) -> &QueueThrottle {
-        &self.throttle
     }
 
     /// The latest time at which the queue must run again: for the driver's own deadline, to retry a driver
@@ -364,7 +389,7 @@ impl Dispatch {
             return len;
         }
         let Some(scheduler) = &mut self.scheduler else { return 0 };
-        let room = u32::from(io.disk.settings().depth).saturating_sub(self.started) as usize;
+        let room = u32::from(io.disk.settings.depth).saturating_sub(self.started) as usize;
         self.scheduler_has_room = room > 0;
         let now_ns = io.clock.now_ns();
         let passes_limits = self.throttle.is_on() && !io.disk.is_frozen();
@@ -391,7 +416,7 @@ impl Dispatch {
         let mut len = 0;
         let Some(scheduler) = self.scheduler.as_mut().filter(|_| !io.disk.is_frozen()) else { return 0 };
         for direction in 0..2 {
-            let has_room = self.started + (len as u32) < u32::from(io.disk.settings().depth);
+            let has_room = self.started + (len as u32) < u32::from(io.disk.settings.depth);
             let requests = io.in_flight.requests();
             if !has_room || !self.throttle.yields(direction, requests) {
                 continue;
@@ -426,12 +451,14 @@ impl Dispatch {
             return 0;
         }
         // Lifting the quiesce kicks the queue, which then offers the requests again.
-        self.blocked_by_quiesce = !io.disk.begin_dispatch();
+        self.blocked_by_quiesce = !io.disk.control().begin_dispatch(io.disk.index);
         if self.blocked_by_quiesce {
             return 0;
         }
         debug_assert!(
-            tags.iter().all(|&tag| io.disk.declares(&io.in_flight[tag])),
+            tags.iter()
+                .map(|&tag| &io.in_flight[tag])
+                .all(|it| io.disk.limits.declares(it.operation, it.flags)),
             "a request has flags that the driver does not declare"
         );
         if !self.bitmaps.is_empty() {
@@ -441,7 +468,7 @@ impl Dispatch {
         let mut cx = self.context(io, ring);
         let taken = self.driver.queue_requests(&mut cx, tags);
         self.driver.commit(&mut cx);
-        io.disk.leave_dispatch();
+        io.disk.control().leave_dispatch(io.disk.index);
         io.stats.count(Counter::DispatchBatches, 1);
         match taken {
             Taken::All => {
@@ -546,7 +573,7 @@ impl Dispatch {
 
     /// Removes every request that the driver has not taken, including `plugged`, and returns them. They are
     /// counted as started, so that the caller can complete them like any other.
-    pub fn abandon(&mut self, plugged: &[Tag], slots: usize) -> Vec<Tag> {
+    pub fn abandon(&mut self, plugged: &[Tag], slots: usize) -> impl Iterator<Item = Tag> + '_ {
         self.requeued.extend(plugged);
         self.requeued.extend(self.throttle.drain());
         if let Some(scheduler) = &mut self.scheduler {
@@ -555,7 +582,7 @@ impl Dispatch {
             self.requeued.extend(tags.filter(|&tag| scheduler.remove(tag)));
         }
         self.started += self.requeued.len() as u32;
-        self.requeued.drain(..).collect()
+        self.requeued.drain(..)
     }
 
     #[inline]
@@ -572,15 +599,22 @@ impl Dispatch {
 
     /// Applies a change of the driver's settings, or of the bitmaps. No request is in flight.
     pub fn reload(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
-        self.bitmaps = io.disk.disk().bitmaps.recording();
+        self.bitmaps = io.disk.disk.bitmaps.recording();
         let mut cx = self.context(io, ring);
         self.driver.reload(&mut cx);
     }
 
-    /// Replaces the driver's half of the queue, which must be closed, while no request is in flight.
-    pub fn set_driver(&mut self, driver: Box<dyn DriverQueue>, io: &Io) {
-        self.bitmaps = io.disk.disk().bitmaps.recording();
-        self.driver = driver;
+    /// Exchanges the driver's half of the queue, while no request is in flight. If the new driver cannot open a queue,
+    /// all requests fail.
+    pub fn exchange_driver(&mut self, io: &mut Io, mut ring: Option<&mut Ring>) {
+        // The old queue unregisters its files first, so that those of the new one find room on the ring.
+        self.close(io, ring.as_deref_mut());
+        self.bitmaps = io.disk.disk.bitmaps.recording();
+        let opened = open_driver(&io.disk, io.in_flight.requests().len(), ring);
+        self.driver = opened.unwrap_or_else(|why| {
+            io.disk.disk.set_broken(Some(format!("queue {}: {why}", io.disk.index)));
+            Box::new(BrokenQueue)
+        });
     }
 
     pub fn close(&mut self, io: &mut Io, ring: Option<&mut Ring>) {

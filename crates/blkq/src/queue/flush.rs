@@ -5,7 +5,7 @@
 //! A flush makes durable only what had completed before the flush started. Therefore there are two lists.
 //! Bios that need a flush join the pending list. When a flush is issued, the lists are swapped: the running
 //! list contains the bios that this flush serves, and bios that arrive meanwhile wait for the next flush. At
-//! most one flush is in flight. The steps of each bio are in `sequence`.
+//! most one flush is in flight. The steps of each bio are in `io`.
 
 use std::collections::VecDeque;
 
@@ -15,14 +15,15 @@ use crate::tags::Tag;
 const PENDING_NS_MAX: u64 = 5_000_000_000;
 
 pub(super) struct FlushMachine {
-    tag: Tag,
+    /// The tag of the queue's own flush. It is one beyond those of the tag set, so a flush needs no free tag.
+    pub tag: Tag,
     /// Bios that wait for the next flush.
-    pending: VecDeque<u32>,
+    pub pending: VecDeque<u32>,
     /// Bios that the flush in flight serves.
-    running: VecDeque<u32>,
-    in_flight: bool,
+    pub running: VecDeque<u32>,
+    pub in_flight: bool,
     /// Flush sequences whose data step is in flight. They will need a flush, so the next flush waits.
-    data_in_flight: u32,
+    pub data_in_flight: u32,
     /// When the oldest pending bio arrived. Kept only while data delays the flush.
     pending_since_ns: Option<u64>,
 }
@@ -37,19 +38,6 @@ impl FlushMachine {
             data_in_flight: 0,
             pending_since_ns: None,
         }
-    }
-
-    /// The tag of the queue's own flush. It is one beyond those of the tag set, so a flush needs no free tag.
-    pub fn tag(&self) -> Tag {
-        self.tag
-    }
-
-    pub fn pending(&self) -> &VecDeque<u32> {
-        &self.pending
-    }
-
-    pub fn running(&self) -> &VecDeque<u32> {
-        &self.running
     }
 
     /// Whether a flush must be issued and no data of flush sequences delays it. Data delays a flush until the
@@ -74,37 +62,11 @@ impl FlushMachine {
         self.data_in_flight > 0 && now_ns < *self.pending_since_ns.get_or_insert(now_ns) + PENDING_NS_MAX
     }
 
-    pub fn wait(&mut self, index: u32) {
-        self.pending.push_back(index);
-    }
-
-    pub fn begin_data(&mut self) {
-        self.data_in_flight += 1;
-    }
-
-    pub fn complete_data(&mut self) {
-        self.data_in_flight -= 1;
-    }
-
     /// Swaps the lists, because a flush is issued. Returns how many bios it serves.
     pub fn begin(&mut self) -> usize {
         self.pending_since_ns = None;
         self.in_flight = true;
         std::mem::swap(&mut self.pending, &mut self.running);
         self.running.len()
-    }
-
-    /// Records that the flush has completed. [`FlushMachine::next_served`] then returns its bios.
-    pub fn complete(&mut self) {
-        self.in_flight = false;
-    }
-
-    pub fn next_served(&mut self) -> Option<u32> {
-        self.running.pop_front()
-    }
-
-    /// Removes and returns the next waiting bio, for a queue that issues no further flush.
-    pub fn next_abandoned(&mut self) -> Option<u32> {
-        self.pending.pop_front()
     }
 }

@@ -8,7 +8,6 @@
 use crate::bio::Operation;
 use crate::disk::{Disk, ErrorPolicy, Resume};
 use crate::error::{IoResult, Status};
-use crate::request::NIL;
 use crate::stats::Counter;
 use crate::tags::Tag;
 use crate::trace::EventKind;
@@ -80,12 +79,8 @@ impl Hold {
         let mut found = vec![false; self.writes.len()];
         for &(tag, _) in &self.held {
             io.in_flight.fill_plain(tag);
-            let (mut bio, mut any, mut all) = (io.in_flight[tag].first_bio, false, true);
-            while bio != NIL {
-                let is = io.user_data_of(bio).is_some_and(&is_abandoned);
-                (any, all) = (any || is, all && is);
-                bio = io.in_flight[bio].next;
-            }
+            let is = |bio| io.user_data_of(bio).is_some_and(&is_abandoned);
+            let (any, all) = (io.in_flight.bios_of(tag).any(is), io.in_flight.bios_of(tag).all(is));
             found[tag.index()] = any && (all || io.in_flight[tag].operation.is_write());
         }
         found
@@ -102,7 +97,7 @@ impl Hold {
         io.tags.resume(failed.len());
         io.stats.held(self.held.len() as u64);
         dispatch.claim(failed.len() as u32);
-        self.remove_writes(failed.iter().map(|(tag, _)| *tag), io.disk.disk());
+        self.remove_writes(failed.iter().map(|(tag, _)| *tag), &io.disk.disk);
         failed.into_iter().map(|(tag, status)| (tag, Err(status))).collect()
     }
 
@@ -162,7 +157,7 @@ impl Hold {
             io.note_failure(tag, io.in_flight[tag].first_bio, status);
         }
         // After the held writes were added, so that no queue issues a flush in between.
-        self.remove_writes(completed.iter().map(|(tag, _)| *tag), io.disk.disk());
+        self.remove_writes(completed.iter().map(|(tag, _)| *tag), &io.disk.disk);
         if failed.is_empty() {
             return;
         }
@@ -174,7 +169,7 @@ impl Hold {
         io.stats.count(Counter::HeldRequests, tags.len() as u64);
         if io.disk.is_frozen() {
             // A freeze would wait for the held requests until its timeout. It fails instead.
-            io.disk.disk().control.wake_waiters();
+            io.disk.disk.control.wake_waiters();
         }
     }
 
@@ -183,10 +178,10 @@ impl Hold {
             return;
         }
         #[cfg(simulation)]
-        crate::simulation::write_held(io.disk.index(), tag.0);
+        crate::simulation::write_held(io.disk.index, tag.0);
         if !std::mem::replace(&mut self.writes[tag.index()], true) {
             self.write_count += 1;
-            io.disk.disk().hold.add_write();
+            io.disk.disk.hold.add_write();
         }
     }
 

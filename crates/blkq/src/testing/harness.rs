@@ -22,7 +22,7 @@ use crate::request::NIL;
 use crate::request::{Request, RequestState};
 use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
-use crate::slab::{BioSlab, NewBio, SlotFlags};
+use crate::slab::{InFlight, NewBio, SlotFlags};
 use crate::tags::Tag;
 use crate::testing::wait_until;
 
@@ -32,9 +32,7 @@ const OWNER: u16 = 7;
 
 /// One queue of a driver.
 pub struct Harness {
-    requests: Vec<Request>,
-    bios: BioSlab,
-    zeroes: IoBuffer,
+    in_flight: InFlight,
     completed: Vec<(Tag, IoResult)>,
     clock: Clock,
     /// The ring of the queue, if the driver uses one.
@@ -75,10 +73,10 @@ impl Harness {
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
         let cx = OpenContext { index, tags: TAGS, ring: ring.as_mut().map(Registrar::new), wake };
         let queue = driver.open_queue(cx)?;
+        let mut in_flight = InFlight::new(TAGS, 256, IoBuffer::zeroed(4096));
+        (0..TAGS).for_each(|index| in_flight[Tag(index as u16)] = Request::idle());
         Ok(Harness {
-            requests: (0..TAGS).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new(0, 256),
-            zeroes: IoBuffer::zeroed(4096),
+            in_flight,
             completed: Vec::new(),
             clock: Clock::new(ClockMode::Precise),
             ring,
@@ -96,9 +94,7 @@ impl Harness {
 
     fn with<R>(&mut self, f: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R) -> R {
         let mut cx = DriverContext {
-            requests: &mut self.requests,
-            bios: &self.bios,
-            zeroes: &self.zeroes,
+            in_flight: &mut self.in_flight,
             completed: &mut self.completed,
             clock: &mut self.clock,
             ring: self.ring.as_mut(),
@@ -108,7 +104,7 @@ impl Harness {
         };
         let result = f(self.queue.as_mut().unwrap().as_mut(), &mut cx);
         for (tag, result) in self.completed.drain(..) {
-            let request = &mut self.requests[tag.index()];
+            let request = &mut self.in_flight[tag];
             assert_eq!(request.state, RequestState::Busy, "{tag:?} completed twice");
             request.state = RequestState::Idle;
             self.results[tag.index()] = Some(result);
@@ -128,7 +124,7 @@ impl Harness {
         let free = |(index, request): (usize, &Request)| {
             request.state == RequestState::Idle && request.first_bio == NIL && self.results[index].is_none()
         };
-        let index = self.requests.iter().enumerate().position(free).expect("a free tag");
+        let index = self.in_flight.requests().iter().enumerate().position(free).expect("a free tag");
         let sector = Sector::from_bytes(offset).unwrap();
         let mut request = Request::idle();
         (request.operation, request.flags, request.sector) = (operation, flags, sector);
@@ -141,7 +137,7 @@ impl Harness {
         };
         for (length, data) in parts {
             let sectors = length >> 9;
-            let slot = self.bios.insert(NewBio {
+            let slot = self.in_flight.insert(NewBio {
                 outline: Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 },
                 data: ManuallyDrop::new(data),
                 completer: ManuallyDrop::new(Completer::None),
@@ -150,14 +146,15 @@ impl Harness {
             if request.first_bio == NIL {
                 request.first_bio = slot;
             } else {
-                self.bios[request.last_bio].next = slot;
+                self.in_flight[request.last_bio].next = slot;
             }
             request.last_bio = slot;
             request.sectors += sectors;
         }
         request.segments = count;
-        self.requests[index] = request;
-        Tag(index as u16)
+        let tag = Tag(index as u16);
+        self.in_flight[tag] = request;
+        tag
     }
 
     /// Builds a write of `buffers`, one bio for each.
@@ -179,7 +176,7 @@ impl Harness {
 
     /// Sets the initial value of the words that a request reserves for the driver.
     pub fn set_pdu(&mut self, tag: Tag, words: [u64; 2]) {
-        self.requests[tag.index()].pdu = words;
+        self.in_flight[tag].pdu = words;
     }
 
     /// Offers requests without ending the batch.
@@ -235,7 +232,7 @@ impl Harness {
 
     /// The state that the queue reports of a request.
     pub fn state(&self, tag: Tag) -> String {
-        self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
+        self.queue.as_ref().unwrap().state(tag, &self.in_flight[tag]).into_owned()
     }
 
     /// Whether the request has completed, and no test has waited for it yet.
@@ -256,16 +253,16 @@ impl Harness {
 
     fn take_memory(&mut self, tag: Tag) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let mut bio = self.requests[tag.index()].first_bio;
+        let mut bio = self.in_flight[tag].first_bio;
         while bio != NIL {
-            let next = self.bios[bio].next;
-            if let Some(buffer) = self.bios[bio].take_data().into_buffer() {
+            let next = self.in_flight[bio].next;
+            if let Some(buffer) = self.in_flight[bio].take_data().into_buffer() {
                 bytes.extend_from_slice(&buffer);
             }
-            self.bios.remove(bio);
+            self.in_flight.remove(bio);
             bio = next;
         }
-        self.requests[tag.index()] = Request::idle();
+        self.in_flight[tag] = Request::idle();
         bytes
     }
 
