@@ -60,13 +60,10 @@ impl Submitter {
     /// Submits `bio`, or returns it with its callback where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
         let direction = Direction::of(bio.operation);
-        let disk = &*self.disk;
-        if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
+        if !self.disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
-        self.shared.software.push(self.software, bio, Completer::Callback(InlineCallback::new(callback)));
-        self.shared.kick.kick();
-        disk.fail_staged_if_closed(&self.shared);
+        self.push(bio, Completer::Callback(InlineCallback::new(callback)));
         Ok(())
     }
 
@@ -90,21 +87,29 @@ impl Submitter {
 
     fn stage(&mut self, bio: Bio, completer: Completer) {
         self.refresh();
-        let disk = &*self.disk;
-        let shared = &*self.shared;
+        let (disk, shared) = (&*self.disk, &*self.shared);
         let (direction, batcher) = (Direction::of(bio.operation), &mut self.batcher);
         let limits = self.merge.then_some(&self.limits);
         let may_enter = || disk.gate.try_enter(direction, batcher, monotonic_ns);
         match shared.software.stage(self.software, bio, completer, limits, may_enter) {
-            Staging::Merged => return,
-            Staging::Pushed => {}
+            Staging::Merged => {}
+            Staging::Pushed => self.notify(),
             Staging::Full(bio, completer) => {
                 disk.gate.enter(direction, &mut self.batcher, monotonic_ns, || shared.kick.kick());
-                shared.software.push(self.software, bio, completer);
+                self.push(bio, completer);
             }
         }
-        shared.kick.kick();
-        disk.fail_staged_if_closed(shared);
+    }
+
+    fn push(&self, bio: Bio, completer: Completer) {
+        self.shared.software.push(self.software, bio, completer);
+        self.notify();
+    }
+
+    /// Notifies the owner of the queue of a bio that was staged.
+    fn notify(&self) {
+        self.shared.kick.kick();
+        self.disk.fail_staged_if_closed(&self.shared);
     }
 
     /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the logical block size. Fails
@@ -112,12 +117,8 @@ impl Submitter {
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
         let (ptr, len) = (memory.as_mut_ptr(), memory.len());
         // SAFETY: `memory` is borrowed exclusively until the call returns.
-        if !unsafe { self.transfer_in_place(Operation::Read, ptr, len, offset)? } {
-            let data = copy_buffer(len)?.into();
-            let bio = Bio { data, ..ranged(Operation::Read, offset, len as u64)? };
-            let (result, data) = self.submit_and_wait(bio);
-            result?;
-            memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
+        if let Some(copy) = unsafe { self.transfer(Operation::Read, ptr, len, offset, |_| {})? } {
+            memory.copy_from_slice(&copy.into_buffer().ok_or(Status::Io)?);
         }
         Ok(())
     }
@@ -126,13 +127,9 @@ impl Submitter {
     /// with the status of the I/O.
     pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
         let (ptr, len) = (memory.as_ptr().cast_mut(), memory.len());
+        let fill = |copy: &mut IoBuffer| copy.copy_from_slice(memory);
         // SAFETY: `memory` is borrowed until the call returns, and a write only reads it.
-        if !unsafe { self.transfer_in_place(Operation::Write, ptr, len, offset)? } {
-            let mut buffer = copy_buffer(len)?;
-            buffer.copy_from_slice(memory);
-            let bio = Bio { data: buffer.into(), ..ranged(Operation::Write, offset, len as u64)? };
-            self.submit_and_wait(bio).0?;
-        }
+        unsafe { self.transfer(Operation::Write, ptr, len, offset, fill)? };
         Ok(())
     }
 
@@ -153,36 +150,43 @@ impl Submitter {
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
     }
 
-    /// Reads or writes `len` bytes of memory from `ptr` on without a copy. Returns false if the device cannot use
-    /// the memory in place, so that the caller must copy it.
+    /// Reads or writes `len` bytes of memory from `ptr` on. If the device cannot use the memory in place, uses a copy
+    /// instead, which `fill` initializes, and returns it.
     ///
     /// # Safety
     /// The memory must stay valid, and borrowed as the operation needs it, until the call returns.
-    unsafe fn transfer_in_place(
+    unsafe fn transfer(
         &mut self,
         operation: Operation,
         ptr: *mut u8,
         len: usize,
         offset: u64,
-    ) -> Result<bool, Status> {
-        if !self.may_use(ptr, len) {
-            return Ok(false);
+        fill: impl FnOnce(&mut IoBuffer),
+    ) -> Result<Option<Data>, Status> {
+        if self.may_use(ptr, len) {
+            let bio = ranged(operation, offset, len as u64)?;
+            // SAFETY: this call returns only after the bio has completed.
+            let data = unsafe { Data::borrowed([Segment::new(ptr, len as u32)]) };
+            let (result, data) = self.submit_and_wait(Bio { data, ..bio });
+            if !matches!(data, Data::Segments(_)) {
+                // The owner of the queue panicked with the bio in flight, and the memory was leaked to the
+                // kernel. If this call returned or unwound, the caller would free the memory while the kernel
+                // uses it.
+                std::process::abort();
+            }
+            // Otherwise the alignment that the device requires was raised in between.
+            if result != Err(Status::Invalid) || self.may_use(ptr, len) {
+                return result.map(|()| None);
+            }
         }
-        let bio = ranged(operation, offset, len as u64)?;
-        // SAFETY: this call returns only after the bio has completed.
-        let data = unsafe { Data::borrowed([Segment::new(ptr, len as u32)]) };
-        let (result, data) = self.submit_and_wait(Bio { data, ..bio });
-        if !matches!(data, Data::Segments(_)) {
-            // The owner of the queue panicked with the bio in flight, and the memory was leaked to the
-            // kernel. If this call returned or unwound, the caller would free the memory while the kernel
-            // uses it.
-            std::process::abort();
+        if len > i32::MAX as usize {
+            return Err(Status::Invalid);
         }
-        match result {
-            // The alignment that the device requires was raised in between.
-            Err(Status::Invalid) if !self.may_use(ptr, len) => Ok(false),
-            result => result.map(|()| true),
-        }
+        let mut copy = IoBuffer::zeroed(len);
+        fill(&mut copy);
+        let bio = Bio { data: copy.into(), ..ranged(operation, offset, len as u64)? };
+        let (result, data) = self.submit_and_wait(bio);
+        result.map(|()| Some(data))
     }
 
     /// Whether the device can use the memory in place now. Otherwise it must be copied.
@@ -197,9 +201,4 @@ fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status>
     let sector = Sector::from_bytes(offset).ok_or(Status::Invalid)?;
     let sectors = Sector::from_bytes(length).ok_or(Status::Invalid)?.0;
     Ok(Bio::bare(operation, sector, sectors, 0))
-}
-
-/// A buffer for a copy of memory that is not aligned as the device requires.
-fn copy_buffer(len: usize) -> Result<IoBuffer, Status> {
-    if len > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(len)) }
 }
