@@ -124,12 +124,10 @@ impl RamQueue {
                     let len = segment.len as usize;
                     if len > place.len() || !(len | segment.ptr.addr()).is_multiple_of(WORD) {
                         result = Err(Status::Invalid);
-                    } else if operation == Operation::Read {
-                        // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
-                        unsafe { self.medium.read(place.start, segment) }
                     } else {
-                        // SAFETY: the memory of a write in flight is valid.
-                        unsafe { self.medium.write(place.start, segment) }
+                        // SAFETY: the memory of a request in flight is valid, and only the driver may write to that of
+                        // a read.
+                        unsafe { self.medium.transfer(operation, place.start, segment) }
                     }
                     place.start += len.min(place.len());
                 });
@@ -198,24 +196,18 @@ impl Medium {
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
     }
 
-    /// Copies the bytes from offset `at` into `segment`, in whole words.
+    /// Copies the bytes from offset `at` into `segment` for a read, and `segment` to these bytes for a write, in whole
+    /// words.
     ///
     /// # Safety
-    /// The segment must be valid for writing, and aligned to a word.
-    unsafe fn read(&self, at: usize, segment: Segment) {
+    /// The segment must be valid for the operation, and aligned to a word.
+    unsafe fn transfer(&self, operation: Operation, at: usize, segment: Segment) {
         let words = self.words(at..at + segment.len as usize);
+        // The words are atomics, so they may be written through a shared borrow.
+        let (medium, memory) = (words.as_ptr().cast_mut().cast(), segment.ptr.cast());
+        let (to, from) = if operation == Operation::Read { (memory, medium) } else { (medium, memory) };
         // SAFETY: the segment is as long as the words together, and both are aligned.
-        unsafe { copy_words(segment.ptr.cast(), words.as_ptr().cast(), words.len()) }
-    }
-
-    /// Copies `segment` to the bytes from offset `at`, in whole words.
-    ///
-    /// # Safety
-    /// The segment must be valid for reading, and aligned to a word.
-    unsafe fn write(&self, at: usize, segment: Segment) {
-        let words = self.words(at..at + segment.len as usize);
-        // SAFETY: as in `read`. The words are atomics, so they may be written through a shared borrow.
-        unsafe { copy_words(words.as_ptr().cast_mut().cast(), segment.ptr.cast(), words.len()) }
+        unsafe { copy_words(to, from, words.len()) }
     }
 
     /// Fills a range with zeroes, and keeps its pages allocated.

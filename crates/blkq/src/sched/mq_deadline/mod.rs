@@ -133,17 +133,13 @@ impl MqDeadline {
     /// The open direction of the next batch: reads, unless writes have waited for enough read batches.
     fn choose_direction(&mut self, open: [bool; 2]) -> Option<usize> {
         let [reads, writes] = &self.directions;
-        match (open[READ] && reads.oldest != NIL, open[WRITE] && writes.oldest != NIL) {
-            (false, false) => return None,
-            (true, false) => return Some(READ),
-            (true, true) if self.starved < self.writes_starved => {
-                self.starved += 1;
-                return Some(READ);
-            }
-            (_, true) => {}
+        let (reads, writes) = (open[READ] && reads.oldest != NIL, open[WRITE] && writes.oldest != NIL);
+        if reads && (!writes || self.starved < self.writes_starved) {
+            self.starved += u32::from(writes);
+            return Some(READ);
         }
-        self.starved = 0;
-        Some(WRITE)
+        self.starved = if writes { 0 } else { self.starved };
+        writes.then_some(WRITE)
     }
 
     /// The first request of a batch: the next one by position, or the oldest one if that has expired or the
@@ -223,17 +219,14 @@ impl Scheduler for MqDeadline {
         let request = &requests[tag.index()];
         let direction = &self.directions[direction_of(request.operation)];
         let neighbour = match side {
-            MergeSide::Back => direction.at_or_after(request.end()),
-            MergeSide::Front => direction.before(request.sector),
+            MergeSide::Back => direction
+                .at_or_after(request.end())
+                .filter(|other| requests[other.index()].sector == request.end()),
+            MergeSide::Front => direction
+                .before(request.sector)
+                .filter(|other| requests[other.index()].end() == request.sector),
         };
-        neighbour.filter(|other| {
-            let other = &requests[other.index()];
-            let touches = match side {
-                MergeSide::Back => request.end() == other.sector,
-                MergeSide::Front => other.end() == request.sector,
-            };
-            touches && other.operation == request.operation
-        })
+        neighbour.filter(|other| requests[other.index()].operation == request.operation)
     }
 
     fn joined(&mut self, kept: Tag, gone: Tag) {
