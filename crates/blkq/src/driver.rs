@@ -13,7 +13,7 @@ use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::kick::Wake;
 use crate::limits::{QUEUES_MAX, QueueLimits};
-use crate::request::{NIL, Request};
+use crate::request::Request;
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::slab::InFlight;
 use crate::tags::Tag;
@@ -345,10 +345,7 @@ impl DriverContext<'_> {
     /// requests.
     #[inline]
     pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
-        match self.in_flight[tag].first_bio {
-            NIL => None,
-            bio => self.in_flight.kernel_pages(bio),
-        }
+        self.in_flight.bios_of(tag).next().and_then(|bio| self.in_flight.kernel_pages(bio))
     }
 
     /// Calls `each` with every memory segment of the request, in the order of its bytes. Memory that

@@ -151,6 +151,12 @@ impl QueueLimits {
         limit.min(chunk - offset % chunk)
     }
 
+    /// Largest write-zeroes with `flags`. 0 if the driver does not support the operation.
+    pub(crate) fn write_zeroes_bytes(&self, flags: BioFlags) -> u64 {
+        let no_unmap = flags.contains(BioFlags::NO_UNMAP);
+        if no_unmap { self.max_write_zeroes_no_unmap_bytes } else { self.max_write_zeroes_bytes }
+    }
+
     #[inline]
     pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         segments <= u32::from(self.max_segments)

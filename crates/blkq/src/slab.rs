@@ -125,12 +125,6 @@ impl BioSlot {
         }
     }
 
-    /// Where the parts of the bio get their bytes from. Parts of a bio written as zeroes are zeroes.
-    pub fn data_source_of_parts(&self) -> DataSource {
-        let zeroes = self.data_source == DataSource::Zeroes || self.slot_flags.contains(SlotFlags::AS_ZEROES);
-        if zeroes { DataSource::Zeroes } else { DataSource::Parent }
-    }
-
     #[inline]
     fn set_completer(&mut self, completer: Completer) {
         (self.completer_kind, self.completer_word) = match completer {
@@ -442,7 +436,7 @@ impl InFlight {
         self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
         match request.state {
-            RequestState::Idle => completed_twice(tag),
+            RequestState::Idle => panic!("the driver completed tag {} twice", tag.0),
             RequestState::Busy => self.others -= 1,
             // Counted until the plain bio leaves its slot.
             RequestState::PlainRead | RequestState::PlainWrite | RequestState::PlainMerged => {}
@@ -538,24 +532,12 @@ impl InFlight {
     #[inline]
     pub fn kernel_pages(&self, index: u32) -> Option<KernelPages> {
         let slot = &self[index];
-        match (&*slot.data, slot.data_source) {
-            (Data::Kernel(pages), DataSource::Own) => {
-                Some(pages.part(0, (slot.sectors << SECTOR_SHIFT) as u32))
-            }
-            (_, DataSource::Parent) => self.kernel_pages_of_part(index),
-            _ => None,
+        if slot.data_source == DataSource::Zeroes {
+            return None;
         }
-    }
-
-    #[cold]
-    fn kernel_pages_of_part(&self, index: u32) -> Option<KernelPages> {
         let (root, skip) = self.memory_of(index);
-        match &*root.data {
-            Data::Kernel(pages) => {
-                Some(pages.part(skip as u32, (self[index].sectors << SECTOR_SHIFT) as u32))
-            }
-            _ => None,
-        }
+        let Data::Kernel(pages) = &*root.data else { return None };
+        Some(pages.part(skip as u32, (slot.sectors << SECTOR_SHIFT) as u32))
     }
 
     /// The number of segments of bio `index`. The limits keep it below 65536.
@@ -605,11 +587,6 @@ impl InFlight {
             }
         }
     }
-}
-
-#[cold]
-fn completed_twice(tag: Tag) -> ! {
-    panic!("the driver completed tag {} twice", tag.0);
 }
 
 /// Calls `each` with the `length` bytes of `segments` from byte `skip` on.

@@ -53,18 +53,10 @@ impl Completions {
         self.gate_owed[usize::from(operation.is_write())] += 1;
     }
 
-    /// Notifies other threads of completed bios. Must be called after the counters are updated, so that a
-    /// submitter that has been notified finds its I/O counted. Reports the bios to the gate first, so that
-    /// waiting submitters continue.
-    #[inline]
-    pub fn deliver_remote(&mut self, gate: &RequestGate) {
-        if !self.remote.is_empty() {
-            self.pay_and_notify(gate);
-        }
-    }
-
+    /// Notifies other threads of completed bios. Reports the bios to the gate first, so that waiting submitters
+    /// continue.
     #[inline(never)]
-    fn pay_and_notify(&mut self, gate: &RequestGate) {
+    pub fn notify_remote(&mut self, gate: &RequestGate) {
         let [reads, writes] = std::mem::take(&mut self.gate_owed);
         for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
             if count > 0 {

@@ -11,7 +11,7 @@ use crate::clock::monotonic_ns;
 use crate::driver::{Busy, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::Request;
-use crate::ring::{Cqe, Registrar, Ring};
+use crate::ring::{Registrar, Ring};
 use crate::sched::{Scheduler, SchedulerKind};
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::Counter;
@@ -41,27 +41,6 @@ pub(super) enum DispatchPath {
     /// Everything else, and whenever requeued requests must go first: `Dispatch::insert`, then
     /// `Dispatch::run`.
     Queued,
-}
-
-impl DispatchPath {
-    pub fn of(has_scheduler: bool, is_traced: bool, has_limits: bool) -> DispatchPath {
-        // Device time is measured only while there are limits.
-        match (has_scheduler, is_traced, has_limits) {
-            (false, false, false) => DispatchPath::Direct,
-            (false, false, true) => DispatchPath::Limited,
-            (false, true, false) => DispatchPath::Traced,
-            _ => DispatchPath::Queued,
-        }
-    }
-}
-
-/// Whether bios and completions have observers, as flags that the fast paths test.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Observers {
-    /// A scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
-    pub bios: bool,
-    /// A scheduler, a tracer or the measurement of device time: each is notified of completions.
-    pub completions: bool,
 }
 
 /// Opens the driver's half of a queue with `slots` requests.
@@ -95,13 +74,13 @@ pub(super) struct Dispatch {
     /// Requests to offer to the driver before all others, as in the kernel's `hctx->dispatch`: the queue's
     /// flush, requests that a busy driver did not take, held requests that are reissued, and plugged requests
     /// that must not overtake these.
-    requeued: VecDeque<Tag>,
+    pub requeued: VecDeque<Tag>,
     pub throttle: QueueThrottle,
     /// Requests that the driver has taken and not completed. If the driver panics in a call that passes
     /// requests to it, they are not counted, but those that it has completed before still complete.
     started: u32,
     /// The driver is out of resources: nothing is offered to it before this time.
-    rerun_at_ns: Option<u64>,
+    pub rerun_at_ns: Option<u64>,
     /// Fewer than `depth` requests were started when the scheduler was last asked for a request.
     scheduler_has_room: bool,
     /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
@@ -109,9 +88,12 @@ pub(super) struct Dispatch {
     device_time: Option<Box<DeviceTime>>,
     /// Dirty bitmaps in which writes are marked before the driver gets them.
     bitmaps: Vec<Arc<Bitmap>>,
-    /// The path of a plug while no request is requeued. Only [`Dispatch::update`] sets `path` and `observers`.
+    /// The path of a plug while no request is requeued. Only [`Dispatch::update`] sets this field and the next two.
     path: DispatchPath,
-    pub observers: Observers,
+    /// A scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
+    pub sees_bios: bool,
+    /// A scheduler, a tracer or the measurement of device time, each of which is notified of completions.
+    pub sees_completions: bool,
     /// The scheduler or the throttle may have requests. This may be true when neither has any, but must never
     /// be false when one of them has.
     may_have_waiting: bool,
@@ -133,7 +115,8 @@ impl Dispatch {
             device_time: None,
             bitmaps: io.disk.disk.bitmaps.recording(),
             path: DispatchPath::Queued,
-            observers: Observers::default(),
+            sees_bios: false,
+            sees_completions: false,
             may_have_waiting: false,
         };
         dispatch.update_device_time(io);
@@ -143,12 +126,16 @@ impl Dispatch {
     /// Decides again on the path, and on what observes bios and completions. Must be called after each change
     /// of the scheduler, the limits or the measurement of device time, and of the queue's `tracer`.
     pub fn update(&mut self, tracer: Option<&Tracer>) {
-        let has_scheduler = self.scheduler.is_some();
-        self.path = DispatchPath::of(has_scheduler, tracer.is_some(), self.throttle.is_on());
-        self.observers = Observers {
-            bios: has_scheduler || tracer.is_some_and(|tracer| !tracer.allows_fast_path()),
-            completions: has_scheduler || tracer.is_some() || self.device_time.is_some(),
+        let (has_scheduler, is_traced) = (self.scheduler.is_some(), tracer.is_some());
+        // Device time is measured only while there are limits.
+        self.path = match (has_scheduler, is_traced, self.throttle.is_on) {
+            (false, false, false) => DispatchPath::Direct,
+            (false, false, true) => DispatchPath::Limited,
+            (false, true, false) => DispatchPath::Traced,
+            _ => DispatchPath::Queued,
         };
+        self.sees_bios = has_scheduler || tracer.is_some_and(|tracer| !tracer.allows_fast_path());
+        self.sees_completions = has_scheduler || is_traced || self.device_time.is_some();
     }
 
     fn update_device_time(&mut self, io: &Io) {
@@ -194,11 +181,6 @@ impl Dispatch {
         self.started
     }
 
-    #[inline]
-    pub fn has_requeued(&self) -> bool {
-        !self.requeued.is_empty()
-    }
-
     /// The latest time at which the queue must run again: for the driver's own deadline, to retry a driver
     /// that is out of resources, or to issue a request that waits for a limit. `None`: no such time.
     pub fn deadline_ns(&self) -> Option<u64> {
@@ -206,15 +188,11 @@ impl Dispatch {
         deadlines.into_iter().flatten().min()
     }
 
-    fn throttled_deadline_ns(&self) -> Option<u64> {
+    pub fn throttled_deadline_ns(&self) -> Option<u64> {
         // While the driver is busy, no request after the requeued ones is issued, and the deadline of a
         // limit would wake the thread for nothing.
-        let is_stopped = self.rerun_at_ns.is_some() || self.has_requeued();
+        let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
         if is_stopped { None } else { self.throttle.deadline_ns(self.scheduler_has_room) }
-    }
-
-    pub fn waits_for_limit(&self) -> bool {
-        self.throttled_deadline_ns().is_some()
     }
 
     /// The path of the requests that are flushed from the plug now.
@@ -226,7 +204,7 @@ impl Dispatch {
     /// Queues `tag`, the queue's flush, ahead of all other requests. If there are limits, the flush obeys
     /// them, and waits ahead of all others; those that the previous flush has overtaken are tried first.
     pub fn push_flush(&mut self, tag: Tag) {
-        if self.throttle.is_on() {
+        if self.throttle.is_on {
             self.throttle.push_flush(tag);
             self.may_have_waiting = true;
         } else {
@@ -245,7 +223,7 @@ impl Dispatch {
             let now_ns = io.clock.now_ns();
             batch.iter().for_each(|&tag| scheduler.insert(tag, io.in_flight.requests(), now_ns));
             self.may_have_waiting = true;
-        } else if self.throttle.is_on() {
+        } else if self.throttle.is_on {
             let (admitted, delayed) = batch.split_at(self.admit(batch, io));
             self.requeued.extend(admitted);
             io.trace_requests(EventKind::Throttle, delayed);
@@ -271,7 +249,7 @@ impl Dispatch {
     /// limits nothing.
     #[inline(never)]
     pub fn pay_limits(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
-        if self.observers.completions {
+        if self.sees_completions {
             return false;
         }
         // `pay_at_once` covers the usual case of one limit, and spills no registers.
@@ -328,7 +306,7 @@ impl Dispatch {
     }
 
     fn has_scheduled_or_waiting(&self) -> bool {
-        self.scheduled() > 0 || self.throttle.has_waiting()
+        self.scheduled() > 0 || self.throttle.has_waiting
     }
 
     fn scheduled(&self) -> usize {
@@ -359,7 +337,7 @@ impl Dispatch {
             }
         }
         self.may_have_waiting = self.has_scheduled_or_waiting();
-        if !self.throttle.is_on() {
+        if !self.throttle.is_on {
             return;
         }
         if let Some(flush) = self.throttle.take_new_flush() {
@@ -378,7 +356,7 @@ impl Dispatch {
             batch[len] = tag;
             len += 1;
         }
-        if len == 0 && self.throttle.has_waiting() {
+        if len == 0 && self.throttle.has_waiting {
             len = self.take_overtaken(batch, io);
             if len == 0 {
                 let (all, has_scheduled) = (io.disk.is_frozen(), self.scheduled() > 0);
@@ -392,7 +370,7 @@ impl Dispatch {
         let room = u32::from(io.disk.settings.depth).saturating_sub(self.started) as usize;
         self.scheduler_has_room = room > 0;
         let now_ns = io.clock.now_ns();
-        let passes_limits = self.throttle.is_on() && !io.disk.is_frozen();
+        let passes_limits = self.throttle.is_on && !io.disk.is_frozen();
         if !passes_limits {
             self.throttle.unblock();
         }
@@ -505,12 +483,6 @@ impl Dispatch {
         count
     }
 
-    /// Ends the delay after the driver ran out of resources, because requests that complete free theirs.
-    #[inline]
-    pub fn clear_rerun(&mut self) {
-        self.rerun_at_ns = None;
-    }
-
     #[inline]
     fn stamp_issued(&mut self, tags: &[Tag], io: &mut Io) {
         if let Some(device_time) = &mut self.device_time
@@ -550,25 +522,10 @@ impl Dispatch {
         self.started += count;
     }
 
-    /// Requeues `tags` in this order, after the requests that are requeued already.
-    pub fn requeue(&mut self, tags: impl Iterator<Item = Tag>) {
-        self.requeued.extend(tags);
-    }
-
-    #[inline]
+    /// Counts `count` requests as no longer started. After a panic of the driver, requests complete that were not
+    /// counted.
     pub fn release(&mut self, count: u32) {
-        let (left, is_below_zero) = self.started.overflowing_sub(count);
-        self.started = left;
-        if is_below_zero {
-            self.release_uncounted();
-        }
-    }
-
-    /// Requests have completed that were not counted, because the driver had panicked.
-    #[cold]
-    #[inline(never)]
-    fn release_uncounted(&mut self) {
-        self.started = 0;
+        self.started = self.started.saturating_sub(count);
     }
 
     /// Removes every request that the driver has not taken, including `plugged`, and returns them. They are
@@ -585,30 +542,29 @@ impl Dispatch {
         self.requeued.drain(..)
     }
 
+    /// Calls the driver with its view of the queue.
     #[inline]
-    pub fn complete_cqe(&mut self, cqe: Cqe, io: &mut Io, ring: Option<&mut Ring>) {
+    pub fn call(
+        &mut self,
+        io: &mut Io,
+        ring: Option<&mut Ring>,
+        call: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>),
+    ) {
         let mut cx = self.context(io, ring);
-        self.driver.complete_cqe(&mut cx, cqe);
-    }
-
-    #[inline(never)]
-    pub fn poll(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
-        let mut cx = self.context(io, ring);
-        self.driver.poll(&mut cx);
+        call(&mut *self.driver, &mut cx);
     }
 
     /// Applies a change of the driver's settings, or of the bitmaps. No request is in flight.
     pub fn reload(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
         self.bitmaps = io.disk.disk.bitmaps.recording();
-        let mut cx = self.context(io, ring);
-        self.driver.reload(&mut cx);
+        self.call(io, ring, |driver, cx| driver.reload(cx));
     }
 
     /// Exchanges the driver's half of the queue, while no request is in flight. If the new driver cannot open a queue,
     /// all requests fail.
     pub fn exchange_driver(&mut self, io: &mut Io, mut ring: Option<&mut Ring>) {
         // The old queue unregisters its files first, so that those of the new one find room on the ring.
-        self.close(io, ring.as_deref_mut());
+        self.call(io, ring.as_deref_mut(), |driver, cx| driver.close(cx));
         self.bitmaps = io.disk.disk.bitmaps.recording();
         let opened = open_driver(&io.disk, io.in_flight.requests().len(), ring);
         self.driver = opened.unwrap_or_else(|why| {
@@ -617,17 +573,8 @@ impl Dispatch {
         });
     }
 
-    pub fn close(&mut self, io: &mut Io, ring: Option<&mut Ring>) {
-        let mut cx = self.context(io, ring);
-        self.driver.close(&mut cx);
-    }
-
     pub fn is_scheduled(&self, tag: Tag) -> bool {
         self.scheduler.as_ref().is_some_and(|scheduler| scheduler.holds(tag))
-    }
-
-    pub fn is_requeued(&self, tag: Tag) -> bool {
-        self.requeued.contains(&tag)
     }
 
     pub fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {

@@ -36,14 +36,18 @@ pub(super) struct HangTracker {
     reported_count: u64,
 }
 
-/// The other parts of the queue in which requests may be.
-pub(super) struct Places<'a> {
+/// A scan, with the other parts of the queue in which requests may be.
+pub(super) struct Scan<'a> {
     pub dispatch: &'a Dispatch,
     pub plug: &'a [Tag],
     pub hold: &'a Hold,
+    pub now_ns: u64,
+    /// I/O that started longer ago hangs.
+    pub limit_ns: u64,
+    pub found: HangScan,
 }
 
-impl Places<'_> {
+impl Scan<'_> {
     /// When request `tag` stopped waiting for a rate limit; `u64::MAX` while it waits.
     fn throttled_until_ns(&self, tag: Tag, io: &Io) -> u64 {
         let Dispatch { throttle, .. } = self.dispatch;
@@ -53,7 +57,7 @@ impl Places<'_> {
         }
     }
 
-    fn of(&self, tag: Tag, io: &Io) -> Place {
+    fn place_of(&self, tag: Tag, io: &Io) -> Place {
         if let Some(status) = self.hold.status(tag) {
             return Place::Held(status);
         }
@@ -61,23 +65,14 @@ impl Places<'_> {
             Place::Scheduler
         } else if self.plug.contains(&tag) {
             Place::Plug
-        } else if self.dispatch.is_requeued(tag) {
+        } else if self.dispatch.requeued.contains(&tag) {
             Place::Dispatch
         } else {
             return Place::Driver(self.dispatch.state(tag, &io.in_flight[tag]));
         };
         if io.disk.control().is_quiesced() { Place::Quiesced } else { place }
     }
-}
 
-struct Scan<'a> {
-    places: &'a Places<'a>,
-    now_ns: u64,
-    limit_ns: u64,
-    found: HangScan,
-}
-
-impl Scan<'_> {
     /// Counts I/O that started at `start_ns` if it hangs. Returns whether it does.
     fn count(&mut self, start_ns: u64) -> bool {
         let is_hung = self.now_ns.saturating_sub(start_ns) > self.limit_ns;
@@ -114,9 +109,8 @@ impl HangTracker {
         }
     }
 
-    /// Finds requests and bios that started more than `limit_ns` before `now_ns`.
-    pub fn scan(&mut self, io: &mut Io, places: &Places<'_>, now_ns: u64, limit_ns: u64) -> HangScan {
-        let mut scan = Scan { places, now_ns, limit_ns, found: HangScan::default() };
+    /// Finds requests and bios that hang.
+    pub fn scan(&mut self, io: &mut Io, mut scan: Scan<'_>) -> HangScan {
         self.reported.iter_mut().for_each(|one| one.seen = false);
         for tag in (0..io.in_flight.requests().len()).map(|index| Tag(index as u16)) {
             if io.in_flight[tag].state != RequestState::Idle {
@@ -140,7 +134,7 @@ impl HangTracker {
         for &bio in &io.flush.running {
             self.see(bio, io.in_flight[bio].start_ns);
         }
-        let mut found = scan.found;
+        let Scan { mut found, now_ns, .. } = scan;
         found.completed = self.finish_scan(now_ns);
         found.failures = io.failures.take();
         io.stats.count(Counter::Hangs, found.hangs.len() as u64 + found.more);
@@ -156,7 +150,7 @@ impl HangTracker {
         }
         let (first, outline) = (request.first_bio, request.outline());
         // The time for which a request waits for a rate limit does not count.
-        let is_hung = scan.count(outline.start_ns.max(scan.places.throttled_until_ns(tag, io)));
+        let is_hung = scan.count(outline.start_ns.max(scan.throttled_until_ns(tag, io)));
         // Any bio of the request may have been counted or reported before it was part of a request.
         let (mut counted, mut bios, mut began_ns) = (false, 0, outline.start_ns);
         if first == NIL {
@@ -176,7 +170,7 @@ impl HangTracker {
             (bio, bios) = (slot.next, bios + 1);
         }
         if is_hung && !counted {
-            let place = scan.places.of(tag, io);
+            let place = scan.place_of(tag, io);
             self.add_hang(scan, (first, began_ns), outline, Some(tag), bios, place, io);
         }
     }
@@ -188,7 +182,7 @@ impl HangTracker {
         }
         let outline = slot.outline();
         let counted = self.see(bio, outline.start_ns);
-        if !scan.places.dispatch.throttle.is_waiting() && scan.count(outline.start_ns) && !counted {
+        if !scan.dispatch.throttle.is_waiting() && scan.count(outline.start_ns) && !counted {
             self.add_hang(scan, (bio, outline.start_ns), outline, None, 1, place, io);
         }
     }

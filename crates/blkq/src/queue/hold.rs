@@ -57,11 +57,6 @@ impl Hold {
         self.policy != ErrorPolicy::Report || self.write_count > 0
     }
 
-    #[inline]
-    pub fn has_held(&self) -> bool {
-        !self.held.is_empty()
-    }
-
     /// The error of request `tag`, if the request is held.
     pub fn status(&self, tag: Tag) -> Option<Status> {
         self.held.iter().find(|(held, _)| *held == tag).map(|(_, status)| *status)
@@ -104,7 +99,7 @@ impl Hold {
     /// Requeues all held requests.
     pub fn reissue(&mut self, io: &mut Io, dispatch: &mut Dispatch) {
         io.tags.resume(self.held.len());
-        dispatch.requeue(self.held.drain(..).map(|(tag, _)| tag));
+        dispatch.requeued.extend(self.held.drain(..).map(|(tag, _)| tag));
         io.stats.held(0);
     }
 

@@ -130,7 +130,9 @@ impl Io {
     /// submitter that has been notified finds its I/O counted.
     #[inline]
     pub fn deliver_remote(&mut self) {
-        self.completions.deliver_remote(&self.disk.disk.gate);
+        if !self.completions.remote.is_empty() {
+            self.completions.notify_remote(&self.disk.disk.gate);
+        }
     }
 
     /// Checks a bio, and starts its first step: a flush, its data, or a flush sequence.
@@ -256,9 +258,8 @@ impl Io {
         self.disk.entered && !self.disk.is_frozen() && !self.may_get_tag()
     }
 
-    /// Whether a tag is free, or may be free in a shared set.
     pub fn may_get_tag(&self) -> bool {
-        self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(self.tags.own() > 0)
+        self.tags.may_get(self.in_flight.in_use())
     }
 
     fn count_tag_waits(&mut self) {
@@ -333,28 +334,19 @@ impl Io {
 
     /// Starts the data step of a bio: as one request, in parts, or as emulated write-zeroes.
     pub fn begin_data(&mut self, index: u32) {
-        let slot = &self.in_flight[index];
-        let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
-        match slot.operation {
-            Operation::Discard if self.disk.limits.max_discard_bytes == 0 => {
-                return self.reject(index, Status::NotSupported);
+        let (slot, limits) = (&mut self.in_flight[index], &self.disk.limits);
+        if slot.operation == Operation::Discard && limits.max_discard_bytes == 0 {
+            return self.reject(index, Status::NotSupported);
+        }
+        if slot.operation == Operation::WriteZeroes {
+            // The driver supports write-zeroes only without deallocation. That is allowed for any
+            // write-zeroes, because deallocation is optional.
+            if limits.max_write_zeroes_bytes == 0 && limits.max_write_zeroes_no_unmap_bytes != 0 {
+                slot.flags.insert(BioFlags::NO_UNMAP);
             }
-            Operation::WriteZeroes => {
-                let (unmap_bytes, keep_bytes) = (
-                    self.disk.limits.max_write_zeroes_bytes,
-                    self.disk.limits.max_write_zeroes_no_unmap_bytes,
-                );
-                // The driver supports write-zeroes only without deallocation. That is allowed for any
-                // write-zeroes, because deallocation is optional.
-                if !no_unmap && unmap_bytes == 0 && keep_bytes != 0 {
-                    self.in_flight[index].flags.insert(BioFlags::NO_UNMAP);
-                    no_unmap = true;
-                }
-                if (if no_unmap { keep_bytes } else { unmap_bytes }) == 0 {
-                    return self.begin_zeroes(index);
-                }
+            if limits.write_zeroes_bytes(slot.flags) == 0 {
+                return self.begin_zeroes(index);
             }
-            _ => {}
         }
         let slot = &self.in_flight[index];
         if self.part_sectors(index, slot.operation, slot.data_source, 0) == slot.sectors {
@@ -399,7 +391,8 @@ impl Io {
             let as_zeroes = slot.slot_flags.contains(SlotFlags::AS_ZEROES);
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
-            let data_source = slot.data_source_of_parts();
+            let is_zeroes = as_zeroes || slot.data_source == DataSource::Zeroes;
+            let data_source = if is_zeroes { DataSource::Zeroes } else { DataSource::Parent };
             let sectors = self.part_sectors(index, operation, data_source, slot.issued);
             if sectors == 0 {
                 // The memory of a single block consists of more segments than a request may have.
@@ -438,15 +431,13 @@ impl Io {
         if slot.operation.is_write() && self.disk.limits.read_only {
             return Err(Status::ReadOnly);
         }
-        let bytes = match (slot.operation, slot.flags.contains(BioFlags::NO_UNMAP)) {
-            (Operation::Discard, _) if self.disk.limits.max_discard_bytes == 0 => {
-                return Err(Status::NotSupported);
-            }
-            (Operation::WriteZeroes, true) => self.disk.limits.max_write_zeroes_no_unmap_bytes,
-            (Operation::WriteZeroes, false) => self.disk.limits.max_write_zeroes_bytes,
-            _ => return Ok(()),
-        };
-        if bytes == 0 && !slot.slot_flags.contains(SlotFlags::AS_ZEROES) {
+        if slot.operation == Operation::Discard && self.disk.limits.max_discard_bytes == 0 {
+            return Err(Status::NotSupported);
+        }
+        if slot.operation == Operation::WriteZeroes
+            && !slot.slot_flags.contains(SlotFlags::AS_ZEROES)
+            && self.disk.limits.write_zeroes_bytes(slot.flags) == 0
+        {
             if slot.flags.contains(BioFlags::NO_FALLBACK) {
                 return Err(Status::NotSupported);
             }
@@ -546,7 +537,7 @@ impl Io {
     pub fn join(&mut self, first: Tag, second: Tag) {
         let operation = self.in_flight[first].operation;
         self.in_flight.join(first, second);
-        self.tags.freed().push(second);
+        self.tags.free.push(second);
         self.tags.share_freed();
         if self.disk.settings.iostats {
             self.stats.joined(operation.into());
@@ -705,7 +696,7 @@ impl Io {
             let (now_ns, stamped) = if iostats { self.clock.now_ns_for(rest.len()) } else { (0, rest.len()) };
             let stamped = &rest[..stamped];
             let Request { operation, start_ns, .. } = self.in_flight[first];
-            let (own, freed) = (&mut self.completions.own, self.tags.freed());
+            let (own, freed) = (&mut self.completions.own, &mut self.tags.free);
             let plain = self.in_flight.complete_plain(stamped, operation, start_ns, own, freed);
             let (count, sectors) = if plain.0 == stamped.len() {
                 plain
@@ -751,31 +742,8 @@ impl Io {
     fn complete_request(&mut self, tag: Tag, result: IoResult) {
         let (operation, first) = self.in_flight.complete(tag);
         if tag != self.flush.tag {
-            self.tags.freed().push(tag);
+            self.tags.free.push(tag);
         }
-        if result.is_err() || operation == Operation::Flush {
-            return self.complete_request_slow(tag, operation, first, result);
-        }
-        let mut index = first;
-        loop {
-            let slot = &mut self.in_flight[index];
-            let next = slot.next;
-            if let Some(user_data) = slot.plain_user_data() {
-                self.completions.push_own(user_data, Ok(()), slot.take_data());
-                self.in_flight.remove(index);
-            } else {
-                self.complete_bio(index, Ok(()));
-            }
-            if next == NIL {
-                return;
-            }
-            index = next;
-        }
-    }
-
-    #[cold]
-    fn complete_request_slow(&mut self, tag: Tag, operation: Operation, first: u32, result: IoResult) {
-        let mut index = first;
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
             self.note_failure(tag, first, status);
@@ -783,9 +751,16 @@ impl Io {
         if operation == Operation::Flush {
             return self.complete_flush(result);
         }
+        let mut index = first;
         while index != NIL {
-            let next = self.in_flight[index].next;
-            self.complete_bio(index, result);
+            let slot = &mut self.in_flight[index];
+            let next = slot.next;
+            if let Some(user_data) = slot.plain_user_data() {
+                self.completions.push_own(user_data, result, slot.take_data());
+                self.in_flight.remove(index);
+            } else {
+                self.complete_bio(index, result);
+            }
             index = next;
         }
     }
@@ -853,7 +828,9 @@ impl Io {
     }
 
     pub fn complete_without_request(&mut self, index: u32, result: IoResult) {
-        self.trace(|tracer, in_flight, clock| tracer.completed_bio(index, &in_flight[index], result, clock));
+        self.trace(|tracer, in_flight, clock| {
+            tracer.bio(EventKind::Complete, index, None, &in_flight[index], result, clock);
+        });
         self.complete_bio(index, result);
     }
 }

@@ -46,17 +46,17 @@ use crate::disk::{Disk, QueueClaim, Resume};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::{MergeSide, QueueLimits};
 use crate::remote::gate::Direction;
-use crate::remote::software::{SOFTWARE_QUEUES, Staged, StagedBio};
+use crate::remote::software::{SOFTWARE_QUEUES, Staged};
 use crate::ring::{Cqe, Ring};
 use crate::slab::{InFlight, NewBio, SlotFlags};
 use crate::stats::Counter;
 use crate::tags::Tag;
-use crate::trace::{Probes, TraceClient, TraceMemory, TraceWriter};
+use crate::trace::{EventKind, Probes, TraceClient, TraceMemory, TraceWriter};
 
 use disk_view::DiskView;
 use dispatch::{Dispatch, DispatchPath};
 use hang::HangScan;
-use hang_tracker::{HangTracker, Places};
+use hang_tracker::{HangTracker, Scan};
 use hold::Hold;
 use io::Io;
 use plug::Plug;
@@ -144,20 +144,13 @@ impl Queue {
     fn leave(&mut self) {
         self.close_fast_path();
         self.io.clock.idle();
-        if self.io.tags.is_shared() {
-            self.leave_shared_tags();
-        }
-        self.io.disk.entered = false;
-        self.io.disk.control().leave(self.io.disk.index);
-    }
-
-    /// A queue that waits for a tag stays a user of the set. Otherwise the share of the others would change within
-    /// each turn, and an engine whose other queue has its share would not sleep.
-    #[inline(never)]
-    fn leave_shared_tags(&mut self) {
+        // A queue that waits for a tag stays a user of the set. Otherwise the share of the others would change within
+        // each turn, and an engine whose other queue has its share would not sleep.
         if self.io.waiting.is_empty() {
             self.io.tags.leave();
         }
+        self.io.disk.entered = false;
+        self.io.disk.control().leave(self.io.disk.index);
     }
 
     /// Applies changed settings if the queue is idle, so that a change takes effect without a submission.
@@ -191,19 +184,19 @@ impl Queue {
     /// Stops taking bios of other threads, lifts limits and fails held requests: the owner is stopping.
     pub fn close_to_submitters(&mut self) {
         self.pull_cursor.closed = true;
-        self.dispatch.throttle.close();
+        self.dispatch.throttle.closing = true;
         self.close_hold();
     }
 
     /// Lets the driver unregister its files and buffers from the ring, which may outlive the queue.
     pub fn close(&mut self, ring: Option<&mut Ring>) {
-        self.dispatch.close(&mut self.io, ring);
+        self.dispatch.call(&mut self.io, ring, |driver, cx| driver.close(cx));
     }
 
     /// Completes the requests that the driver has finished. Requests and bios that need the driver after that complete
     /// with [`Status::Offline`].
     pub fn finish_started(&mut self, ring: Option<&mut Ring>) {
-        self.dispatch.poll(&mut self.io, ring);
+        self.dispatch.call(&mut self.io, ring, |driver, cx| driver.poll(cx));
         self.abandon();
     }
 
@@ -241,7 +234,7 @@ impl Queue {
             if woken {
                 self.dispatch.refresh_limits(&self.io);
             }
-            self.dispatch.poll(&mut self.io, ring.as_deref_mut());
+            self.dispatch.call(&mut self.io, ring.as_deref_mut(), |driver, cx| driver.poll(cx));
         }
         if !self.io.completions.requests.is_empty() {
             self.complete_batch();
@@ -280,8 +273,7 @@ impl Queue {
     #[inline]
     pub fn end_turn(&mut self) {
         // Otherwise no time of the turn can be over.
-        if self.rounds.has_clock() {
-            self.rounds.restart_clock();
+        if self.rounds.restart_clock() {
             self.io.waits_for_turn &= !self.io.waiting.is_empty();
         }
     }
@@ -314,7 +306,7 @@ impl Queue {
 
     #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
-        self.dispatch.complete_cqe(cqe, &mut self.io, ring);
+        self.dispatch.call(&mut self.io, ring, |driver, cx| driver.complete_cqe(cx, cqe));
     }
 
     /// Passes everything in the plug to the scheduler or the driver. The fast path must be closed. The cached
@@ -364,7 +356,8 @@ impl Queue {
         }
         // A new clock reading, so that no request completes at an earlier time than it was issued.
         self.io.clock.invalidate();
-        self.dispatch.clear_rerun();
+        // Requests that complete free resources of the driver.
+        self.dispatch.rerun_at_ns = None;
         let mut completed = std::mem::take(&mut self.io.completions.requests);
         if self.hold.is_on() {
             self.trace_fast_path();
@@ -375,7 +368,7 @@ impl Queue {
 
     /// Completes `completed`, from which the requests that must be held have been removed.
     fn complete_requests(&mut self, completed: Vec<(Tag, IoResult)>) {
-        if self.dispatch.observers.completions || self.hang_tracker.has_reported() {
+        if self.dispatch.sees_completions || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
         }
         self.io.complete_requests(&completed);
@@ -422,12 +415,6 @@ impl Queue {
     }
 }
 
-/// The flag of a bio that is submitted in one piece: only a bio of the queue's owner can complete as a plain
-/// one (`InFlight::complete_plain`).
-fn plain_flag(completer: &Completer) -> SlotFlags {
-    if matches!(completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() }
-}
-
 /// Submission of a bio (`submit_bio_noacct` in block/blk-core.c, `blk_mq_submit_bio` in block/blk-mq.c). The
 /// bio is checked. On the fast path it becomes a request immediately; otherwise it may wait for a tag, be
 /// split, or pass through the flush machine first.
@@ -466,18 +453,20 @@ impl Queue {
             || !(self.io.disk.entered || self.enter(ring))
             || self.io.disk.is_frozen()
             || !self.io.waiting.is_empty()
-            || self.dispatch.observers.bios
+            || self.dispatch.sees_bios
             || self.plug.has_large_request()
-            || self.dispatch.throttle.has_waiting()
-            || self.io.tags.own() == 0
+            || self.dispatch.throttle.has_waiting
+            || self.io.tags.free.is_empty()
         {
             return false;
         }
-        let bios = self.plug.fast_path_len().min(self.io.tags.own());
+        let bios = self.plug.fast_path_len().min(self.io.tags.free.len());
         let (start_ns, bios) =
             if self.io.disk.settings.iostats { self.io.clock.now_ns_for(bios) } else { (0, bios) };
         self.io.clock.count_uses(bios);
-        self.io.tags.take_own(bios, |tags| self.plug.open(tags, start_ns));
+        let left = self.io.tags.free.len() - bios;
+        self.plug.open(&self.io.tags.free[left..], start_ns);
+        self.io.tags.free.truncate(left);
         true
     }
 
@@ -495,7 +484,7 @@ impl Queue {
         let start_ns = self.plug.start_ns();
         let rest = self.plug.close();
         self.io.clock.return_uses(start_ns, rest.len());
-        self.io.tags.put_own(rest);
+        self.io.tags.free.extend_from_slice(rest);
     }
 
     #[inline(never)]
@@ -518,18 +507,41 @@ impl Queue {
             self.enter(ring.as_deref_mut());
         }
         let start_ns = if self.io.disk.settings.iostats { self.io.clock.now_ns() } else { 0 };
-        let outline = Outline { operation, flags, sector, sectors, start_ns };
-        if !self.io.disk.fast.fits(&outline, &data) || self.io.is_traced() {
+        let mut outline = Outline { operation, flags, sector, sectors, start_ns };
+        let segments = if self.io.disk.fast.fits(&outline, &data) {
+            Some(1)
+        } else if let Some(segments) = self.segments_of_whole(&mut outline, &data) {
+            segments
+        } else {
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
-        }
-        let slot_flags = slot_flags | plain_flag(&completer);
+        };
+        // Only a bio of the queue's owner can complete as a plain one (`InFlight::complete_plain`).
+        let is_owners = matches!(*completer, Completer::Owner(_));
+        let slot_flags = slot_flags | if is_owners { SlotFlags::PLAIN } else { SlotFlags::empty() };
         let index = self.io.in_flight.insert(NewBio { outline, data, completer, slot_flags });
+        self.trace_queued(index);
         if !self.io.waiting.is_empty() {
             return self.queue_behind_others(index, ring);
         }
-        // A bio that passes `fits` has one buffer, and so one segment.
-        if !self.admit(index, &outline, Some(1), ring) {
-            self.queue_or_reject(index);
+        if !self.admit(index, &outline, segments, ring) {
+            return self.queue_or_reject(index);
+        }
+        self.trace_merge(index);
+    }
+
+    /// The number of segments of a legal bio that needs no split, but is not one buffer; `Some(None)` if they must be
+    /// counted, because empty segments and segments beyond the end of the bio do not count.
+    #[cold]
+    fn segments_of_whole(&self, outline: &mut Outline, data: &Data) -> Option<Option<u16>> {
+        let DiskView { fast, limits, .. } = &self.io.disk;
+        match data {
+            Data::Kernel(pages) => {
+                // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
+                outline.flags.insert(BioFlags::NO_MERGE);
+                fast.fits_pages(outline, pages.len()).then_some(Some(1))
+            }
+            Data::Segments(owner) => fast.fits_segments(outline, owner.segments(), limits).then_some(None),
+            _ => None,
         }
     }
 
@@ -548,24 +560,9 @@ impl Queue {
         self.io.queue_or_reject(index);
     }
 
-    /// Accepts a bio that is not a legal read or write of one buffer, or that is traced.
+    /// Accepts a bio that is not legal, has no data, or needs a split or a flush.
     #[cold]
-    fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
-        if self.io.disk.fast.fits(&bio.outline, &bio.data) {
-            return self.accept_piece(bio, Some(1), ring);
-        }
-        if let Data::Kernel(pages) = *bio.data {
-            // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
-            bio.outline.flags.insert(BioFlags::NO_MERGE);
-            if self.io.disk.fast.fits_pages(&bio.outline, pages.len()) {
-                return self.accept_piece(bio, Some(1), ring);
-            }
-        }
-        if let Data::Segments(owner) = &*bio.data
-            && self.io.disk.fast.fits_segments(&bio.outline, owner.segments(), &self.io.disk.limits)
-        {
-            return self.accept_piece(bio, None, ring);
-        }
+    fn accept_slow(&mut self, bio: NewBio, ring: Option<&mut Ring>) {
         let index = self.io.in_flight.insert(bio);
         self.trace_queued(index);
         self.io.begin(index);
@@ -573,23 +570,6 @@ impl Queue {
         // The bio may have completed already. The queue leaves now, so that a freeze need not wait for its
         // next turn.
         self.leave_if_idle();
-    }
-
-    /// The rest of [`Queue::accept`] for a legal bio that needs no split, but is not one buffer, or is
-    /// traced. `segments` is its number of segments; `None`: they must be counted, because empty segments and
-    /// segments beyond the end of the bio do not count.
-    fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
-        bio.slot_flags |= plain_flag(&bio.completer);
-        let outline = bio.outline;
-        let index = self.io.in_flight.insert(bio);
-        self.trace_queued(index);
-        if !self.io.waiting.is_empty() {
-            return self.queue_behind_others(index, ring);
-        }
-        if !self.admit(index, &outline, segments, ring) {
-            return self.queue_or_reject(index);
-        }
-        self.trace_merge(index);
     }
 
     #[inline]
@@ -622,7 +602,7 @@ impl Queue {
                 self.trace_merge(index);
                 // A plug that did not grow by a new request was flushed.
                 let is_new = self.io.in_flight.in_use() > in_use;
-                if is_new && self.plug.requests().len() <= plugged && self.rounds.spend_time() {
+                if is_new && self.plug.requests().len() <= plugged && self.rounds.is_over() {
                     self.io.waits_for_turn = true;
                 }
             } else if self.io.may_wait(index) {
@@ -663,7 +643,7 @@ impl Queue {
             return None;
         }
         let Io { tags, in_flight, .. } = &mut self.io;
-        tags.next().or_else(|| tags.next_shared(in_flight.in_use(), self.hold.len() as u32))
+        tags.free.pop().or_else(|| tags.next_shared(in_flight.in_use(), self.hold.len() as u32))
     }
 
     /// Adds a request to the plug, and flushes the plug if it is full or the request is large.
@@ -672,9 +652,7 @@ impl Queue {
         if self.plug.has_large_request() {
             self.flush_full_plug(ring.as_deref_mut());
         }
-        if self.io.is_traced() {
-            self.trace_request(tag);
-        }
+        self.trace(|tracer, in_flight, clock| tracer.begun(tag, &in_flight[tag], clock));
         if self.plug.push(tag, outline, self.io.disk.settings.merge) {
             self.flush_full_plug(ring);
         }
@@ -687,7 +665,7 @@ impl Queue {
     fn try_merge(&mut self, index: u32, outline: &Outline, segments: Option<u16>) -> bool {
         (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index, segments))
             || (self.dispatch.scheduler.is_some() && self.try_scheduler_merge(index, segments))
-            || (self.dispatch.throttle.has_waiting() && self.try_throttled_merge(index, segments))
+            || (self.dispatch.throttle.has_waiting && self.try_throttled_merge(index, segments))
     }
 
     #[inline(always)]
@@ -773,9 +751,7 @@ impl Queue {
         let have_waited = !self.io.waiting.is_empty();
         self.io.waits_for_turn = have_waited;
         self.pull_software_queues(ring);
-        if have_waited {
-            self.io.waits_for_turn = false;
-        }
+        self.io.waits_for_turn &= !have_waited;
     }
 
     #[inline(never)]
@@ -804,11 +780,6 @@ impl Queue {
         }
     }
 
-    #[inline]
-    fn can_take(&self) -> bool {
-        self.pull_quota() > 0
-    }
-
     /// The number of staged requests that may be taken now: the number of free tags, or half of it if other
     /// bios wait for a tag or for a busy driver.
     fn pull_quota(&self) -> usize {
@@ -822,7 +793,7 @@ impl Queue {
             // still be taken.
             return usize::from(in_use == self.hold.len() as u32);
         }
-        let is_idle = self.io.waiting.is_empty() && !self.dispatch.has_requeued();
+        let is_idle = self.io.waiting.is_empty() && self.dispatch.requeued.is_empty();
         if is_idle { free } else { free.div_ceil(2) }
     }
 
@@ -835,10 +806,11 @@ impl Queue {
         let mut taken = 0;
         while let Some(staged) = self.pull_cursor.taken.pop_front() {
             taken += 1;
-            let ((bio, completer), others) = staged.into_bios();
-            self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());
-            if let Some(others) = others {
-                self.accept_others(others, ring.as_deref_mut());
+            // The request gate has counted the bios that were merged into the first one together with it.
+            let (first, others) = staged.into_bios();
+            let others = others.into_iter().flatten().map(|bio| (bio, SlotFlags::empty()));
+            for ((bio, completer), flags) in std::iter::once((first, SlotFlags::GATED)).chain(others) {
+                self.accept(bio, completer, flags, ring.as_deref_mut());
             }
         }
         // `None`: a submitter had the lock. The next turn tries again.
@@ -847,15 +819,6 @@ impl Queue {
         }
         taken
     }
-
-    /// Accepts the bios that were merged into the staged request before them. The request gate has counted
-    /// them together with that request.
-    #[inline(never)]
-    fn accept_others(&mut self, others: VecDeque<StagedBio>, mut ring: Option<&mut Ring>) {
-        for (bio, completer) in others {
-            self.accept(bio, completer, SlotFlags::empty(), ring.as_deref_mut());
-        }
-    }
 }
 
 /// Requests that hang, fail, or are held after errors.
@@ -863,7 +826,8 @@ impl Queue {
     /// Finds requests and bios that started more than `limit_ns` before `now_ns`.
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let Queue { io, plug, dispatch, hold, hang_tracker, .. } = self;
-        hang_tracker.scan(io, &Places { dispatch, plug: plug.requests(), hold }, now_ns, limit_ns)
+        let (plug, found) = (plug.requests(), HangScan::default());
+        hang_tracker.scan(io, Scan { dispatch, plug, hold, now_ns, limit_ns, found })
     }
 
     /// If the client of the first failed request is not known yet, calls `name` to write it. Must be called
@@ -877,7 +841,7 @@ impl Queue {
 
     #[inline]
     pub fn has_held(&self) -> bool {
-        self.hold.has_held()
+        self.hold.len() > 0
     }
 
     /// Applies the disk's policy, and resumes held requests if the operator has asked for that.
@@ -975,11 +939,6 @@ impl Queue {
         self.trace(|tracer, in_flight, clock| tracer.queued(index, &in_flight[index], clock));
     }
 
-    #[cold]
-    fn trace_request(&mut self, tag: Tag) {
-        self.trace(|tracer, in_flight, clock| tracer.begun(tag, &in_flight[tag], clock));
-    }
-
     /// Records a merge of bio `index` into the youngest request of the plug, if it was merged there. Merges
     /// in the scheduler, or into a request that waits for a limit, are recorded where they are made.
     #[inline]
@@ -998,8 +957,9 @@ impl Queue {
     #[cold]
     fn trace_merge_into(&mut self, tag: Tag, index: u32) {
         self.trace(|tracer, in_flight, clock| {
-            let side = if in_flight[tag].last_bio == index { MergeSide::Back } else { MergeSide::Front };
-            tracer.merged(tag, index, &in_flight[index], side, clock);
+            let is_back = in_flight[tag].last_bio == index;
+            let kind = if is_back { EventKind::BackMerge } else { EventKind::FrontMerge };
+            tracer.bio(kind, index, Some(tag), &in_flight[index], Ok(()), clock);
         });
     }
 }
@@ -1079,7 +1039,7 @@ impl Queue {
     /// Whether the last turn stopped at its budget with work left.
     #[inline]
     pub fn is_cut_short(&self) -> bool {
-        self.rounds.is_cut_short() && self.can_dispatch()
+        self.rounds.is_cut_short && self.can_dispatch()
     }
 
     /// Whether a turn would do something now. The owner sleeps only if it would not.
@@ -1116,7 +1076,7 @@ impl Queue {
     pub fn has_changed(&self) -> bool {
         self.io.disk.shared.kick.is_woken()
             || self.is_cut_short()
-            || (self.io.disk.shared.software.has_pending() && self.can_take())
+            || (self.io.disk.shared.software.has_pending() && self.pull_quota() > 0)
             || self.can_continue_now()
             || (self.dispatch.blocked_by_quiesce && !self.io.disk.control().is_quiesced())
     }
@@ -1124,7 +1084,7 @@ impl Queue {
     /// Whether a flush, reload or bio was delayed by a freeze, or by a lack of tags, and can continue.
     fn can_continue_now(&self) -> bool {
         if self.io.disk.is_frozen() {
-            return self.dispatch.waits_for_limit();
+            return self.dispatch.throttled_deadline_ns().is_some();
         }
         let may_flush = self.io.flush.is_due() && !self.io.disk.disk.hold.has_writes();
         if may_flush || (!self.io.disk.entered && self.io.disk.is_outdated()) {
@@ -1167,7 +1127,7 @@ impl Drop for Queue {
         // Each queue has requests of its own, so other queues may use the tags of leaked requests. They return
         // before the queue leaves, because a freeze may change their number when no queue has requests.
         let Io { in_flight, tags, flush, .. } = &mut self.io;
-        tags.freed().extend(in_flight.tags().filter(|&tag| tag != flush.tag));
+        tags.free.extend(in_flight.tags().filter(|&tag| tag != flush.tag));
         tags.share_freed();
         self.leave_if_idle();
         self.io.tags.close(self.io.disk.settings.requests(), leaks);

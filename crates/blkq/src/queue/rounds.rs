@@ -11,7 +11,7 @@ pub(super) struct Rounds {
     /// When the time budget ends, in nanoseconds of the monotonic clock. 0: the clock was not read yet.
     until_ns: u64,
     /// The budget was used up while there was work left.
-    is_cut_short: bool,
+    pub is_cut_short: bool,
 }
 
 impl Rounds {
@@ -25,46 +25,33 @@ impl Rounds {
         // Most turns have one round and need no clock reading. After a turn that was cut short, the clock
         // starts immediately.
         if std::mem::take(&mut self.is_cut_short) {
-            self.start_clock();
-        }
-    }
-
-    fn start_clock(&mut self) {
-        if self.until_ns == 0 {
-            // A model checker replays the same steps regardless of how long they take.
-            let budget_ns = if cfg!(model_check) { u64::MAX } else { TURN_BUDGET.time.as_nanos() as u64 };
-            self.until_ns = monotonic_ns().saturating_add(budget_ns);
+            self.is_over();
         }
     }
 
     /// Counts a round that has completed `completed` requests, if there is work for another round. Returns
     /// whether that must wait for the next turn.
     pub fn spend(&mut self, completed: usize) -> bool {
-        self.start_clock();
         self.completed += completed;
-        self.is_cut_short = self.completed >= TURN_BUDGET.items || monotonic_ns() >= self.until_ns;
+        let is_over = self.is_over();
+        self.is_cut_short = self.completed >= TURN_BUDGET.items || is_over;
         self.is_cut_short
     }
 
-    /// Notes that the driver has had requests, which it may have executed meanwhile. Returns whether the time
-    /// of the turn is over.
-    pub fn spend_time(&mut self) -> bool {
-        self.start_clock();
-        monotonic_ns() >= self.until_ns
+    /// Whether the time of the turn is over. Starts the clock at the first call of a turn.
+    pub fn is_over(&mut self) -> bool {
+        let now_ns = monotonic_ns();
+        if self.until_ns == 0 {
+            // A model checker replays the same steps regardless of how long they take.
+            let budget_ns = if cfg!(model_check) { u64::MAX } else { TURN_BUDGET.time.as_nanos() as u64 };
+            self.until_ns = now_ns.saturating_add(budget_ns);
+        }
+        now_ns >= self.until_ns
     }
 
+    /// Lets the time of the turn start again. Returns whether the clock had started.
     #[inline]
-    pub fn has_clock(&self) -> bool {
-        self.until_ns != 0
-    }
-
-    /// Lets the time of the turn start again.
-    pub fn restart_clock(&mut self) {
-        self.until_ns = 0;
-    }
-
-    #[inline]
-    pub fn is_cut_short(&self) -> bool {
-        self.is_cut_short
+    pub fn restart_clock(&mut self) -> bool {
+        std::mem::take(&mut self.until_ns) != 0
     }
 }

@@ -9,8 +9,9 @@ use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 
 pub(super) struct TagCache {
     /// Free tags that no other queue can take. With a shared set, only tags that were just freed. The last
-    /// tag freed is the first one reused, because its request is most likely cached by the processor.
-    free: Vec<Tag>,
+    /// tag freed is the first one reused, because its request is most likely cached by the processor. After
+    /// tags are added here, [`TagCache::share_freed`] must be called.
+    pub free: Vec<Tag>,
     shared: Option<SharedTags>,
 }
 
@@ -69,31 +70,8 @@ impl TagCache {
     }
 
     #[inline]
-    pub fn next(&mut self) -> Option<Tag> {
-        self.free.pop()
-    }
-
-    #[inline]
     pub fn is_shared(&self) -> bool {
         self.shared.is_some()
-    }
-
-    #[inline]
-    pub fn own(&self) -> usize {
-        self.free.len()
-    }
-
-    /// Takes `count` free tags of the queue's own, or all if there are fewer.
-    #[inline]
-    pub fn take_own(&mut self, count: usize, take: impl FnOnce(&[Tag])) {
-        let left = self.free.len().saturating_sub(count);
-        take(&self.free[left..]);
-        self.free.truncate(left);
-    }
-
-    #[inline]
-    pub fn put_own(&mut self, tags: &[Tag]) {
-        self.free.extend_from_slice(tags);
     }
 
     /// Takes a tag from the shared set for a queue with `in_use` requests, of which some are `held` after
@@ -126,13 +104,6 @@ impl TagCache {
     /// Stops waiting for a tag. A wake-up that was meant for this queue is passed to another one.
     #[inline]
     pub fn cancel_wait(&mut self) {
-        if self.shared.is_some() {
-            self.cancel_shared_wait();
-        }
-    }
-
-    #[inline(never)]
-    fn cancel_shared_wait(&mut self) {
         if let Some(SharedTags { set, waiter, .. }) = &mut self.shared {
             set.cancel_wait(waiter);
         }
@@ -151,20 +122,22 @@ impl TagCache {
         }
     }
 
-    /// Whether a queue with `in_use` requests may try to take a tag of the shared set. False while the queue
+    /// Whether a tag is free for a queue with `in_use` requests, or may be free in a shared set. False while the queue
     /// waits, because a wake-up will follow. A queue that was woken while it ran must try again, because it
-    /// is not woken twice. `None` if the set is not shared.
-    pub fn may_get_shared(&self, in_use: u32) -> Option<bool> {
-        let SharedTags { set, waiter, .. } = self.shared.as_ref()?;
-        Some(set.may_get(in_use) && !set.is_waiting(waiter))
+    /// is not woken twice.
+    pub fn may_get(&self, in_use: u32) -> bool {
+        let Some(SharedTags { set, waiter, .. }) = &self.shared else { return !self.free.is_empty() };
+        set.may_get(in_use) && !set.is_waiting(waiter)
     }
 
     /// Whether a queue with `in_use` requests may get more than `count` tags now.
     pub fn may_get_more_than(&self, count: u32, in_use: u32) -> bool {
-        let Some(SharedTags { set, .. }) = &self.shared else { return self.own() > count as usize };
-        // Tags of completed requests that are not shared yet count as in use.
-        let free = u32::from(set.depth()).saturating_sub(set.in_use()) + self.own() as u32;
-        self.may_get_shared(in_use + count) == Some(true) && free > count
+        let mut free = self.free.len() as u32;
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            // Tags of completed requests that are not shared yet count as in use.
+            free += u32::from(set.depth()).saturating_sub(set.in_use());
+        }
+        free > count && self.may_get(in_use + count)
     }
 
     #[cfg(simulation)]
@@ -172,12 +145,6 @@ impl TagCache {
         self.shared
             .as_ref()
             .is_some_and(|shared| shared.set.is_waiting(&shared.waiter) && shared.set.will_wake())
-    }
-
-    /// The list to which tags of completed requests are added, before a call of [`TagCache::share_freed`].
-    #[inline]
-    pub fn freed(&mut self) -> &mut Vec<Tag> {
-        &mut self.free
     }
 
     #[inline]

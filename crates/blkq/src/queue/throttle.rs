@@ -49,8 +49,8 @@ impl Waiting {
 pub(super) struct QueueThrottle {
     throttle: Throttle,
     /// Whether there are limits, or requests that wait for one.
-    is_on: bool,
-    has_waiting: bool,
+    pub is_on: bool,
+    pub has_waiting: bool,
     /// The quantity that the only limit counts, if the cost of a batch is known without reading each request, no request
     /// waits, and no group can change the limit.
     counted: Counted,
@@ -70,7 +70,7 @@ pub(super) struct QueueThrottle {
     /// A control thread lets all requests pass ([`Disk::bypass_limits`](crate::Disk::bypass_limits)).
     bypassed: bool,
     /// The queue's owner is stopping and lets all requests pass.
-    closing: bool,
+    pub closing: bool,
     /// Since when requests have waited without interruption, as far as that time is not in
     /// [`Counter::ThrottledNs`]; 0 if none waits.
     since_ns: u64,
@@ -143,20 +143,6 @@ impl QueueThrottle {
 
     pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
         self.throttle.device_times(index)
-    }
-
-    #[inline]
-    pub fn is_on(&self) -> bool {
-        self.is_on
-    }
-
-    #[inline]
-    pub fn has_waiting(&self) -> bool {
-        self.has_waiting
-    }
-
-    pub fn close(&mut self) {
-        self.closing = true;
     }
 
     pub fn is_waiting(&self) -> bool {
@@ -302,22 +288,22 @@ impl QueueThrottle {
         is_paid
     }
 
-    /// Pays for the whole batch from what is prepaid, or returns false and pays nothing. Reads neither the
+    /// Pays for the whole batch at all limits from what is prepaid, or returns false and pays nothing. Reads neither the
     /// clock nor the shared words of the limits.
     #[inline(never)]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
         if self.has_waiting || self.group_has_changed() {
             return false;
         }
-        let is_paid = match &mut self.meters[..] {
-            [meter] => meter.pay(batch, requests),
-            meters => pay_all(meters, batch, requests),
-        };
-        #[cfg(simulation)]
-        if is_paid {
-            crate::throttle::admissions::admitted(batch, requests);
+        for at in 0..self.meters.len() {
+            if !self.meters[at].pay(batch, requests) {
+                self.meters[..at].iter_mut().for_each(|meter| meter.return_payment(batch, requests));
+                return false;
+            }
         }
-        is_paid
+        #[cfg(simulation)]
+        crate::throttle::admissions::admitted(batch, requests);
+        true
     }
 
     /// The number of requests, from the beginning of `batch`, that may start now: those before the first one
@@ -491,18 +477,4 @@ impl QueueThrottle {
         self.set_has_waiting(false);
         self.waiting.iter_mut().flat_map(|waiting| waiting.tags.drain(..).map(|(tag, _)| tag))
     }
-}
-
-/// Pays for a batch at all limits, or at none.
-#[inline(never)]
-fn pay_all(meters: &mut [Meter], batch: &[Tag], requests: &[Request]) -> bool {
-    for at in 0..meters.len() {
-        if !meters[at].pay(batch, requests) {
-            for meter in &mut meters[..at] {
-                meter.return_payment(batch, requests);
-            }
-            return false;
-        }
-    }
-    true
 }

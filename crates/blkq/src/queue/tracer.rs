@@ -1,9 +1,7 @@
-use std::ops::Range;
-
 use crate::bio::{Operation, Outline};
 use crate::clock::{Clock, ClockMode};
 use crate::error::IoResult;
-use crate::limits::{MergeSide, QueueLimits};
+use crate::limits::QueueLimits;
 use crate::request::Request;
 use crate::sector::SECTOR_BYTES;
 use crate::slab::BioSlot;
@@ -161,27 +159,28 @@ impl Tracer {
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
         let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
         self.set_client_of(bio, client);
-        let event = self.event(EventKind::Queue, bio, None, &slot.outline(), clock.now_ns());
-        self.record(event, Ok(()), slot.start_ns);
+        self.bio(EventKind::Queue, bio, None, slot, Ok(()), clock);
+    }
+
+    /// Records an event of a bio that has no request, or is merged into request `tag`. A bio that completes here never
+    /// became a request.
+    pub fn bio(
+        &mut self,
+        kind: EventKind,
+        bio: u32,
+        tag: Option<Tag>,
+        slot: &BioSlot,
+        result: IoResult,
+        clock: &mut Clock,
+    ) {
+        let event = self.event(kind, bio, tag, &slot.outline(), clock.now_ns());
+        self.record(event, result, slot.start_ns);
     }
 
     pub fn split(&mut self, parent: u32, part: u32, slot: &BioSlot, clock: &mut Clock) {
         self.set_client_of(part, self.client_of(parent));
         let event = self.event(EventKind::Split, part, None, &slot.outline(), clock.now_ns());
         self.push(TraceEvent { other: parent, ..event });
-    }
-
-    /// Records the completion of a bio that never became a request.
-    pub fn completed_bio(&mut self, bio: u32, slot: &BioSlot, result: IoResult, clock: &mut Clock) {
-        let event = self.event(EventKind::Complete, bio, None, &slot.outline(), clock.now_ns());
-        self.record(event, result, slot.start_ns);
-    }
-
-    /// Records that a bio, or the request that starts with it, was merged into request `tag`.
-    pub fn merged(&mut self, tag: Tag, bio: u32, slot: &BioSlot, side: MergeSide, clock: &mut Clock) {
-        let kind = if side == MergeSide::Back { EventKind::BackMerge } else { EventKind::FrontMerge };
-        let event = self.event(kind, bio, Some(tag), &slot.outline(), clock.now_ns());
-        self.record(event, Ok(()), slot.start_ns);
     }
 
     /// Records that the request of `second`, which still exists, is about to be merged into request `first`.
@@ -235,19 +234,12 @@ impl Tracer {
         if let Some(writer) = &mut self.writer {
             writer.push_plug(&record, tags, requests, &self.plug_clients[clients.clone()]);
         }
-        if self.has_clients {
-            self.keep_clients(plug, clients);
-        }
-        self.plugged = plug.len();
-    }
-
-    #[inline(never)]
-    fn keep_clients(&mut self, plug: &[Tag], places: Range<usize>) {
-        for index in places {
+        for index in clients {
             let client = std::mem::take(&mut self.plug_clients[index]);
             // A plain bio has the number of its tag.
             self.set_client_of(plug[index].0.into(), client);
         }
+        self.plugged = plug.len();
     }
 
     /// Records that a flush became request `tag`, and how many bios it serves.

@@ -194,7 +194,7 @@ fn completions_are_work() {
     turn(&mut queue);
     assert!(!queue.has_work());
     keeper.release();
-    queue.dispatch.poll(&mut queue.io, None);
+    queue.dispatch.call(&mut queue.io, None, |driver, cx| driver.poll(cx));
     is_work_once(&mut queue, 1);
     read(&mut queue, 0);
     queue.dispatch_all(None);

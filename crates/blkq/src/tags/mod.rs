@@ -66,11 +66,6 @@ pub struct TagHint {
     word: usize,
 }
 
-#[cold]
-fn put_twice(tag: Tag) -> ! {
-    panic!("{tag:?} was put twice");
-}
-
 impl TagSet {
     /// A set of `depth` tags, all of them free. Panics if `depth` is 0.
     pub fn new(depth: u16) -> TagSet {
@@ -195,9 +190,7 @@ impl TagSet {
                 (word, bits) = (its_word, 0);
             }
             let bit = 1 << (tag.index() & ((1 << shift) - 1));
-            if bits & bit != 0 {
-                put_twice(tag);
-            }
+            assert!(bits & bit == 0, "{tag:?} was put twice");
             bits |= bit;
             count += 1;
         }
@@ -327,6 +320,7 @@ impl TagSet {
     }
 
     /// Ends the wait of a waiter that got no tag and no longer needs one. Passes its wake-up to another.
+    #[inline(never)]
     pub fn cancel_wait(&self, waiter: &mut WaiterId) {
         if self.waiters.remove(waiter) {
             seq_cst_for_loom();
