@@ -106,7 +106,6 @@ impl BioSlot {
         BioSlot { completer_kind: CompleterKind::Owner, slot_flags: SlotFlags::PLAIN, ..BioSlot::empty() }
     }
 
-    #[inline]
     pub fn take_data(&mut self) -> Data {
         ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
     }
@@ -168,7 +167,6 @@ impl BioSlot {
 
     /// The `user_data` of a bio that the queue's owner submitted as one piece, and whose completion needs no
     /// other action.
-    #[inline]
     pub fn plain_user_data(&self) -> Option<u64> {
         (self.slot_flags == SlotFlags::PLAIN).then_some(self.completer_word)
     }
@@ -252,13 +250,11 @@ impl InFlight {
         }
     }
 
-    #[inline]
     pub fn requests(&self) -> &[Request] {
         &self.requests
     }
 
     /// The number of requests in flight.
-    #[inline]
     pub fn in_use(&self) -> u32 {
         self.others + self.plain
     }
@@ -275,7 +271,6 @@ impl InFlight {
     }
 
     /// Whether a bio that is not plain, or for which no tag is free, has room.
-    #[inline]
     pub fn has_room(&self) -> bool {
         self.free.len() > self.extra
     }
@@ -502,7 +497,6 @@ impl InFlight {
     }
 
     /// The bios of request `tag`, in the order of their positions.
-    #[inline]
     pub fn bios_of(&self, tag: Tag) -> impl Iterator<Item = u32> {
         let bio = |index: u32| (index != NIL).then_some(index);
         std::iter::successors(bio(self[tag].first_bio), move |&index| bio(self[index].next))
@@ -613,14 +607,12 @@ pub(crate) fn slice_segments(
 
 impl Index<Tag> for InFlight {
     type Output = Request;
-    #[inline]
     fn index(&self, tag: Tag) -> &Request {
         &self.requests[tag.index()]
     }
 }
 
 impl IndexMut<Tag> for InFlight {
-    #[inline]
     fn index_mut(&mut self, tag: Tag) -> &mut Request {
         &mut self.requests[tag.index()]
     }
@@ -628,14 +620,12 @@ impl IndexMut<Tag> for InFlight {
 
 impl Index<u32> for InFlight {
     type Output = BioSlot;
-    #[inline]
     fn index(&self, index: u32) -> &BioSlot {
         &self.bios[index as usize]
     }
 }
 
 impl IndexMut<u32> for InFlight {
-    #[inline]
     fn index_mut(&mut self, index: u32) -> &mut BioSlot {
         &mut self.bios[index as usize]
     }

@@ -72,24 +72,20 @@ impl DiskControl {
     /// Marks the queue as active, because it is about to have requests. Returns false if the disk is frozen:
     /// then bios must wait for the kick of [`DiskControl::unfreeze`]. After true, the caller must compare
     /// [`DiskControl::generation`].
-    #[inline]
     pub fn enter(&self, queue: usize) -> bool {
         self.mark(queue, ACTIVE, &self.frozen)
     }
 
-    #[inline]
     pub fn leave(&self, queue: usize) {
         self.unmark(queue, ACTIVE, &self.frozen);
     }
 
     /// Marks the queue as dispatching, because it is about to pass requests to its driver. Returns false if
     /// the disk is quiesced: then requests stay where they are until the kick of [`DiskControl::unquiesce`].
-    #[inline]
     pub fn begin_dispatch(&self, queue: usize) -> bool {
         self.mark(queue, DISPATCHING, &self.quiesced)
     }
 
-    #[inline]
     pub fn leave_dispatch(&self, queue: usize) {
         self.unmark(queue, DISPATCHING, &self.quiesced);
     }
@@ -205,19 +201,16 @@ impl DiskControl {
         self.queues[queue].load(SeqCst) & ACTIVE != 0
     }
 
-    #[inline]
     pub fn is_frozen(&self) -> bool {
         self.frozen.load(SeqCst) != 0
     }
 
-    #[inline]
     pub fn is_quiesced(&self) -> bool {
         self.quiesced.load(SeqCst) != 0
     }
 
     /// The number of freezes that were lifted. An owner that has entered, and finds another number than
     /// before, must read limits and settings again.
-    #[inline]
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)
     }

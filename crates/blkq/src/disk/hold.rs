@@ -154,7 +154,6 @@ impl HoldControl {
     }
 
     /// Whether writes were held and have not completed, so that flushes must wait.
-    #[inline]
     pub fn has_writes(&self) -> bool {
         // Relaxed: a queue that misses the removal of the last write is woken, because the queue that removes
         // it wakes all others.

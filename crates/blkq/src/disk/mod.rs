@@ -472,7 +472,6 @@ impl Disk {
 
     /// Fails the bios that submitters have staged if the queue has no owner. A submitter calls this after it
     /// has staged a bio, and the owner after it has released the queue, so that one of them finds the bio.
-    #[inline]
     pub(crate) fn fail_staged_if_closed(&self, queue: &HardwareQueue) {
         if !queue.open.load(Ordering::SeqCst) {
             self.fail_staged(queue);

@@ -42,13 +42,11 @@ impl Completions {
         }
     }
 
-    #[inline]
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
     }
 
     /// Counts a completed bio that came through the request gate.
-    #[inline]
     pub fn owe_gate(&mut self, operation: Operation) {
         self.gate_owed[usize::from(operation.is_write())] += 1;
     }
@@ -69,13 +67,11 @@ impl Completions {
     }
 
     /// Completions for the queue's owner that have not been taken, oldest first.
-    #[inline]
     pub fn own(&self) -> &[Completion] {
         &self.own[self.taken..]
     }
 
     /// [`Completions::own`], for the caller to remove some.
-    #[inline]
     pub fn own_mut(&mut self) -> &mut Vec<Completion> {
         self.forget_taken();
         &mut self.own

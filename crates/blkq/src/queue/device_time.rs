@@ -9,7 +9,7 @@ use crate::tags::Tag;
 use crate::throttle::DeviceTimes;
 
 pub(super) struct DeviceTime {
-    times: Arc<DeviceTimes>,
+    pub times: Arc<DeviceTimes>,
     /// The time of dispatch by tag; 0 if the request was dispatched before the measurement started.
     issued_ns: Vec<u64>,
 }
@@ -17,10 +17,6 @@ pub(super) struct DeviceTime {
 impl DeviceTime {
     pub fn new(times: Arc<DeviceTimes>, slots: usize) -> DeviceTime {
         DeviceTime { times, issued_ns: vec![0; slots] }
-    }
-
-    pub fn counts_in(&self, times: &Arc<DeviceTimes>) -> bool {
-        Arc::ptr_eq(&self.times, times)
     }
 
     pub fn issued(&mut self, tags: &[Tag], now_ns: u64) {

@@ -44,17 +44,14 @@ impl DiskView {
         Ok(DiskView { disk, index, shared, driver, generation, settings, limits, fast, entered })
     }
 
-    #[inline]
     pub fn control(&self) -> &DiskControl {
         &self.disk.control
     }
 
-    #[inline]
     pub fn is_frozen(&self) -> bool {
         self.disk.control.is_frozen()
     }
 
-    #[inline]
     pub fn is_outdated(&self) -> bool {
         self.disk.control.generation() != self.generation
     }

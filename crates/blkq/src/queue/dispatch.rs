@@ -78,7 +78,7 @@ pub(super) struct Dispatch {
     pub throttle: QueueThrottle,
     /// Requests that the driver has taken and not completed. If the driver panics in a call that passes
     /// requests to it, they are not counted, but those that it has completed before still complete.
-    started: u32,
+    pub started: u32,
     /// The driver is out of resources: nothing is offered to it before this time.
     pub rerun_at_ns: Option<u64>,
     /// Fewer than `depth` requests were started when the scheduler was last asked for a request.
@@ -142,13 +142,13 @@ impl Dispatch {
         let times = self.throttle.device_times(io.disk.index);
         match (times, &self.device_time) {
             // The measurement goes into the same counters as before: keep it.
-            (Some(times), Some(device_time)) if device_time.counts_in(times) => {}
+            (Some(times), Some(device_time)) if Arc::ptr_eq(&device_time.times, times) => {}
             (times, _) => {
                 let slots = io.in_flight.requests().len();
                 self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), slots)));
             }
         }
-        self.update(io.tracer());
+        self.update(io.tracer.as_deref());
     }
 
     #[cold]
@@ -173,12 +173,7 @@ impl Dispatch {
     /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
     pub fn set_scheduler(&mut self, scheduler: SchedulerKind, io: &Io) {
         self.scheduler = scheduler.open(io.in_flight.requests().len());
-        self.update(io.tracer());
-    }
-
-    #[inline]
-    pub fn started(&self) -> u32 {
-        self.started
+        self.update(io.tracer.as_deref());
     }
 
     /// The latest time at which the queue must run again: for the driver's own deadline, to retry a driver
@@ -245,7 +240,7 @@ impl Dispatch {
 
     /// Whether the queue has prepaid for all of `batch`, on [`DispatchPath::Limited`]. If so, `batch` is
     /// charged and may be issued directly. `data_sectors` is the plug's
-    /// [`Plug::data_sectors`](super::plug::Plug::data_sectors). Out of line, so that it costs queues without
+    /// `data_sectors`. Out of line, so that it costs queues without
     /// limits nothing.
     #[inline(never)]
     pub fn pay_limits(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
@@ -300,7 +295,6 @@ impl Dispatch {
         self.throttle.admit(batch, io.in_flight.requests(), io.clock.last_read_ns())
     }
 
-    #[inline]
     pub fn has_ready(&self) -> bool {
         !self.requeued.is_empty() || (self.may_have_waiting && self.has_scheduled_or_waiting())
     }
@@ -344,7 +338,7 @@ impl Dispatch {
             io.trace_requests(EventKind::Throttle, &[flush]);
         }
         self.throttle.note_waiting(self.scheduled(), &mut io.stats);
-        self.update(io.tracer());
+        self.update(io.tracer.as_deref());
     }
 
     /// Fills `batch` with the requests to offer next, all from one source. Returns their number.
@@ -516,12 +510,6 @@ impl Dispatch {
         }
     }
 
-    /// Counts `count` held requests as started again. They are about to complete with an error, and
-    /// [`Dispatch::release`] will subtract them a second time.
-    pub fn claim(&mut self, count: u32) {
-        self.started += count;
-    }
-
     /// Counts `count` requests as no longer started. After a panic of the driver, requests complete that were not
     /// counted.
     pub fn release(&mut self, count: u32) {
@@ -543,7 +531,6 @@ impl Dispatch {
     }
 
     /// Calls the driver with its view of the queue.
-    #[inline]
     pub fn call(
         &mut self,
         io: &mut Io,

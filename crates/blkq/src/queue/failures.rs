@@ -115,7 +115,6 @@ impl FailureNotes {
         self.first = Some((FailedIo { operation, sector, sectors, status, client: None }, client));
     }
 
-    #[inline]
     pub fn lacks_name(&self) -> bool {
         self.unnamed.is_some()
     }

@@ -40,13 +40,6 @@ impl FlushMachine {
         }
     }
 
-    /// Whether a flush must be issued and no data of flush sequences delays it. Data delays a flush until the
-    /// data completes, or until [`FlushMachine::deadline_ns`].
-    pub fn is_due(&self) -> bool {
-        self.is_wanted() && self.data_in_flight == 0
-    }
-
-    #[inline]
     pub fn is_wanted(&self) -> bool {
         !self.pending.is_empty() && !self.in_flight
     }

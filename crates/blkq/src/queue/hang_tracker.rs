@@ -83,7 +83,6 @@ impl Scan<'_> {
 
 impl HangTracker {
     /// Whether completing requests must be compared with the reported ones.
-    #[inline]
     pub fn has_reported(&self) -> bool {
         !self.reported.is_empty()
     }
@@ -120,7 +119,7 @@ impl HangTracker {
         let frozen = io.disk.is_frozen();
         for before in 0..io.waiting.len() {
             let place = if frozen { Place::Frozen } else { Place::ForTag(before) };
-            self.scan_bio(io.waiting[before], place, io, &mut scan);
+            self.scan_bio(io.waiting[before].0, place, io, &mut scan);
         }
         for index in 0..io.flush.pending.len() {
             let place = match (frozen, io.disk.disk.hold.has_writes()) {

@@ -27,7 +27,7 @@ pub(super) struct Hold {
     /// How many resumes of the disk this queue has applied: reissues, failures.
     resumed: (u64, u64),
     /// The owner of the queue is stopping, so no request is held.
-    closing: bool,
+    pub closing: bool,
 }
 
 impl Hold {
@@ -52,7 +52,6 @@ impl Hold {
     }
 
     /// Whether completions must be checked for requests to hold, or for writes that were held.
-    #[inline]
     pub fn is_on(&self) -> bool {
         self.policy != ErrorPolicy::Report || self.write_count > 0
     }
@@ -91,7 +90,8 @@ impl Hold {
         let failed: Vec<_> = self.held.extract_if(.., |&mut (tag, _)| which(tag)).collect();
         io.tags.resume(failed.len());
         io.stats.held(self.held.len() as u64);
-        dispatch.claim(failed.len() as u32);
+        // They are about to complete, which subtracts them a second time.
+        dispatch.started += failed.len() as u32;
         self.remove_writes(failed.iter().map(|(tag, _)| *tag), &io.disk.disk);
         failed.into_iter().map(|(tag, status)| (tag, Err(status))).collect()
     }
@@ -121,10 +121,6 @@ impl Hold {
     pub fn close(&mut self, disk: &Disk) {
         self.closing = true;
         self.reload(disk);
-    }
-
-    pub fn is_closing(&self) -> bool {
-        self.closing
     }
 
     /// Moves requests that must be held from `completed` to the held requests.

@@ -57,9 +57,8 @@ pub(super) struct Io {
     pub in_flight: InFlight,
     pub tags: TagCache,
     /// Bios without a tag, and parts of split bios, in the order in which they become requests.
-    pub waiting: VecDeque<u32>,
-    /// How many bios at the front of `waiting` are counted in [`Counter::TagWaits`].
-    counted_waits: usize,
+    /// True: the wait is counted in [`Counter::TagWaits`].
+    pub waiting: VecDeque<(u32, bool)>,
     /// The time of the turn is over: the bios of `waiting`, and those that join them, wait for the next turn.
     pub waits_for_turn: bool,
     pub flush: FlushMachine,
@@ -67,7 +66,8 @@ pub(super) struct Io {
     pub failures: FailureNotes,
     pub clock: Clock,
     pub stats: StatsWriter,
-    tracer: Option<Box<Tracer>>,
+    /// The tracer, if the queue is traced. Changed by `Queue::change_tracer`.
+    pub tracer: Option<Box<Tracer>>,
 }
 
 impl Io {
@@ -79,7 +79,6 @@ impl Io {
             in_flight: InFlight::new(slots, bios, zeroes_for(&disk.limits)),
             tags: TagCache::new(&disk.shared, disk.settings.requests(), disk.disk.depth_max())?,
             waiting: VecDeque::with_capacity(slots + bios as usize),
-            counted_waits: 0,
             waits_for_turn: false,
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completions: Completions::new(slots),
@@ -91,29 +90,8 @@ impl Io {
         })
     }
 
-    #[inline]
-    pub fn is_traced(&self) -> bool {
-        self.tracer.is_some()
-    }
-
-    #[inline]
-    pub fn tracer(&self) -> Option<&Tracer> {
-        self.tracer.as_deref()
-    }
-
-    /// Applies `change`, and the disk's settings, to the tracer, which is created before and removed after as
-    /// needed.
-    #[cold]
-    pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
-        let mut tracer = self.tracer.take().unwrap_or_default();
-        change(&mut tracer);
-        tracer.reload(self.disk.settings.clock, &self.disk.limits);
-        self.tracer = tracer.is_on().then_some(tracer);
-    }
-
     /// Calls `record` if the queue is traced. The requests that took the plug's fast path must have been
     /// recorded (`Queue::trace_fast_path`), because events are in order.
-    #[inline]
     pub fn trace(&mut self, record: impl FnOnce(&mut Tracer, &InFlight, &mut Clock)) {
         if let Some(tracer) = &mut self.tracer {
             record(tracer, &self.in_flight, &mut self.clock);
@@ -121,14 +99,12 @@ impl Io {
     }
 
     /// Records one event for each of these requests, if the queue is traced.
-    #[inline]
     pub fn trace_requests(&mut self, kind: EventKind, tags: &[Tag]) {
         self.trace(|tracer, in_flight, clock| tracer.requests(kind, tags, in_flight.requests(), clock));
     }
 
     /// Notifies other threads of completed bios. Must be called after the counters are updated, so that a
     /// submitter that has been notified finds its I/O counted.
-    #[inline]
     pub fn deliver_remote(&mut self) {
         if !self.completions.remote.is_empty() {
             self.completions.notify_remote(&self.disk.disk.gate);
@@ -183,8 +159,7 @@ impl Io {
         let offset = slot.sector.0.checked_mul(512).ok_or(Status::Invalid)?;
         let length = slot.sectors.checked_mul(512).ok_or(Status::Invalid)?;
         self.disk.limits.check_range(offset, length)?;
-        let is_write = slot.operation.is_write();
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
+        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !slot.operation.is_write() {
             return Err(Status::Invalid);
         }
         if slot.operation.has_data() && slot.data_source != DataSource::Zeroes {
@@ -219,11 +194,10 @@ impl Io {
     /// they wait for the next turn, or will get tags in this one.
     pub fn await_tag(&mut self, index: u32) {
         if self.may_wait(index) {
-            self.waiting.push_back(index);
+            self.waiting.push_back((index, false));
         } else if self.disk.entered && (self.waiting.is_empty() || self.leaves_tags()) {
-            self.waiting.push_front(index);
-            // `reject_again` counts it if there is no tag.
-            self.counted_waits += 1;
+            // `reject_again` counts the wait if there is no tag.
+            self.waiting.push_front((index, true));
         } else {
             self.reject_again(index);
         }
@@ -241,7 +215,7 @@ impl Io {
             self.reject_again(index);
             return self.stop_waiting_for_tags();
         }
-        self.waiting.push_back(index);
+        self.waiting.push_back((index, false));
         self.count_tag_waits();
     }
 
@@ -262,32 +236,18 @@ impl Io {
         self.tags.may_get(self.in_flight.in_use())
     }
 
-    fn count_tag_waits(&mut self) {
+    /// Counts the waits that are not counted yet: those of the last bios.
+    pub fn count_tag_waits(&mut self) {
         if self.is_out_of_tags() {
-            let waiting = self.waiting.len();
-            self.stats.count(Counter::TagWaits, (waiting - self.counted_waits) as u64);
-            self.counted_waits = waiting;
+            let uncounted = self.waiting.iter_mut().rev().take_while(|(_, is_counted)| !is_counted);
+            let count = uncounted.map(|(_, is_counted)| *is_counted = true).count();
+            self.stats.count(Counter::TagWaits, count as u64);
         }
     }
 
     /// Whether a bio waits, and the first one need not wait for the next turn.
     pub fn may_admit_first(&self) -> bool {
-        self.waiting.front().is_some_and(|&first| !(self.waits_for_turn && self.may_wait(first)))
-    }
-
-    /// Removes the first waiting bio. Returns its index, and whether its wait is counted.
-    pub fn pop_waiting(&mut self) -> Option<(u32, bool)> {
-        let index = self.waiting.pop_front()?;
-        let is_counted = self.counted_waits > 0;
-        self.counted_waits -= usize::from(is_counted);
-        Some((index, is_counted))
-    }
-
-    /// Undoes [`Io::pop_waiting`], because there is no tag, and counts the waits that are not counted yet.
-    pub fn return_waiting(&mut self, index: u32, is_counted: bool) {
-        self.waiting.push_front(index);
-        self.counted_waits += usize::from(is_counted);
-        self.count_tag_waits();
+        self.waiting.front().is_some_and(|&(first, _)| !(self.waits_for_turn && self.may_wait(first)))
     }
 
     /// Applies changed limits, also those that the driver itself has lowered while requests are in flight.
@@ -300,10 +260,9 @@ impl Io {
         self.renew_durability_of_requests();
         // Waiting bios were checked and split under the old limits, so they start again. Their waits stay
         // counted.
-        let (counted, others) = (self.counted_waits, self.waiting.len() - self.counted_waits);
-        let mut still_counted = 0;
-        for number in 1..=counted + others {
-            let Some((index, _)) = self.pop_waiting() else { break };
+        for _ in 0..self.waiting.len() {
+            let Some((index, is_counted)) = self.waiting.pop_front() else { break };
+            let others = self.waiting.len();
             match self.check(index) {
                 Ok(()) => {
                     self.renew_durability(index);
@@ -311,11 +270,8 @@ impl Io {
                 }
                 Err(status) => self.reject(index, status),
             }
-            if number == counted {
-                still_counted = self.waiting.len() - others;
-            }
+            self.waiting.range_mut(others..).for_each(|(_, of_part)| *of_part |= is_counted);
         }
-        self.counted_waits = still_counted;
     }
 
     /// The `user_data` of the bio that was submitted as `index`, or of which `index` is a part, if the queue's
@@ -325,7 +281,6 @@ impl Io {
     }
 
     /// Stops waiting for a tag of a shared set if no bio needs one, so that a wake-up goes to another queue.
-    #[inline]
     pub fn stop_waiting_for_tags(&mut self) {
         if self.waiting.is_empty() {
             self.tags.cancel_wait();
@@ -471,17 +426,12 @@ impl Io {
     pub fn complete_part(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.in_flight[index];
         slot.pending -= 1;
-        if let (Err(status), None) = (result, slot.error) {
-            slot.error = Some(status);
-        }
+        slot.error = slot.error.or(result.err());
+        // Makes no part after an error.
+        self.issue_parts(index);
         let slot = &self.in_flight[index];
-        if slot.error.is_none() && slot.issued < slot.sectors {
-            self.issue_parts(index);
-        }
-        let slot = &self.in_flight[index];
-        if slot.pending == 0 && (slot.issued == slot.sectors || slot.error.is_some()) {
-            let result = slot.error.map_or(Ok(()), Err);
-            self.complete_bio(index, result);
+        if slot.pending == 0 {
+            self.complete_bio(index, slot.error.map_or(Ok(()), Err));
         }
     }
 

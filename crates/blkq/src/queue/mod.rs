@@ -73,8 +73,6 @@ const TAKE_AT_ONCE: usize = 8;
 struct PullCursor {
     /// The software queue from which staged bios are taken next.
     from: u32,
-    /// The owner is stopping, and takes no bios of other threads.
-    closed: bool,
     /// The staged requests that were taken together, oldest first. Each one stays here until the queue
     /// accepts it, so that a panic loses none.
     taken: VecDeque<Staged>,
@@ -133,7 +131,6 @@ impl Queue {
         self.io.disk.entered
     }
 
-    #[inline]
     fn leave_if_idle(&mut self) {
         if self.io.disk.entered && self.io.in_flight.in_use() == 0 {
             self.leave();
@@ -154,7 +151,6 @@ impl Queue {
     }
 
     /// Applies changed settings if the queue is idle, so that a change takes effect without a submission.
-    #[inline]
     fn refresh(&mut self, ring: Option<&mut Ring>) {
         if !self.io.disk.entered && self.io.disk.is_outdated() {
             self.enter(ring);
@@ -171,7 +167,7 @@ impl Queue {
         let is_new = self.io.disk.reload_driver();
         self.io.completions.limits_changed = false;
         self.io.reload_limits();
-        if self.io.is_traced() {
+        if self.io.tracer.is_some() {
             self.change_tracer(|_, _| {});
         }
         if is_new {
@@ -183,7 +179,6 @@ impl Queue {
 
     /// Stops taking bios of other threads, lifts limits and fails held requests: the owner is stopping.
     pub fn close_to_submitters(&mut self) {
-        self.pull_cursor.closed = true;
         self.dispatch.throttle.closing = true;
         self.close_hold();
     }
@@ -213,7 +208,7 @@ impl Queue {
         self.io.completions.requests.extend(abandoned.map(|tag| (tag, Err(Status::Offline))));
         self.complete_batch();
         self.io.abandon_flushes(Err(Status::Offline));
-        while let Some((index, _)) = self.io.pop_waiting() {
+        while let Some((index, _)) = self.io.waiting.pop_front() {
             self.io.reject(index, Status::Offline);
         }
         self.io.disk.disk.fail(self.pull_cursor.taken.drain(..));
@@ -304,7 +299,6 @@ impl Queue {
             || self.io.flush.is_wanted()
     }
 
-    #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
         self.dispatch.call(&mut self.io, ring, |driver, cx| driver.complete_cqe(cx, cqe));
     }
@@ -330,7 +324,7 @@ impl Queue {
         if self.io.stats.count_to(Counter::PlugFlushes, PROBE_PLUGS) {
             self.check_probes();
         }
-        let data_sectors = self.plug.data_sectors();
+        let data_sectors = self.plug.data_sectors;
         let batch = self.plug.take_requests();
         let Queue { dispatch, io, .. } = self;
         match dispatch.path() {
@@ -389,7 +383,6 @@ impl Queue {
     }
 
     /// Issues a flush if bios wait for one, none is in flight, and nothing delays it.
-    #[inline]
     fn kick_flush(&mut self, ring: Option<&mut Ring>) {
         if self.io.flush.is_wanted() {
             self.issue_flush(ring);
@@ -405,7 +398,7 @@ impl Queue {
         }
         self.trace_fast_path();
         if self.io.disk.disk.hold.has_writes() {
-            if self.hold.is_closing() {
+            if self.hold.closing {
                 // Another queue has the held writes. They may not be resumed before this queue has stopped.
                 self.io.abandon_flushes(Err(Status::Offline));
             }
@@ -432,7 +425,7 @@ impl Queue {
             && self.io.disk.fast.fits_small(&outline, &data)
             && !self.plug.is_touched(sector, sectors)
         {
-            let outline = Outline { start_ns: self.plug.start_ns(), ..outline };
+            let outline = Outline { start_ns: self.plug.start_ns, ..outline };
             let tag = self.plug.take(&outline);
             self.io.in_flight.begin_plain(tag, &outline, data, user_data);
             if !self.plug.is_open() && self.plug.is_full() {
@@ -454,7 +447,7 @@ impl Queue {
             || self.io.disk.is_frozen()
             || !self.io.waiting.is_empty()
             || self.dispatch.sees_bios
-            || self.plug.has_large_request()
+            || self.plug.has_large_request
             || self.dispatch.throttle.has_waiting
             || self.io.tags.free.is_empty()
         {
@@ -472,7 +465,6 @@ impl Queue {
 
     /// Closes the plug's fast path. Must be called before the plug is flushed, and before any of the
     /// conditions for the path changes.
-    #[inline]
     fn close_fast_path(&mut self) {
         if self.plug.is_open() {
             self.close_open_fast_path();
@@ -481,7 +473,7 @@ impl Queue {
 
     #[inline(never)]
     fn close_open_fast_path(&mut self) {
-        let start_ns = self.plug.start_ns();
+        let start_ns = self.plug.start_ns;
         let rest = self.plug.close();
         self.io.clock.return_uses(start_ns, rest.len());
         self.io.tags.free.extend_from_slice(rest);
@@ -590,7 +582,7 @@ impl Queue {
             return self.close_fast_path();
         }
         while self.io.may_admit_first()
-            && let Some((index, is_counted)) = self.io.pop_waiting()
+            && let Some((index, is_counted)) = self.io.waiting.pop_front()
         {
             if self.io.disk.settings.iostats && self.io.in_flight[index].start_ns == 0 {
                 // Statistics were off when the bio was submitted.
@@ -606,7 +598,8 @@ impl Queue {
                     self.io.waits_for_turn = true;
                 }
             } else if self.io.may_wait(index) {
-                return self.io.return_waiting(index, is_counted);
+                self.io.waiting.push_front((index, is_counted));
+                return self.io.count_tag_waits();
             } else {
                 self.trace_fast_path();
                 self.io.reject_again(index);
@@ -649,7 +642,7 @@ impl Queue {
     /// Adds a request to the plug, and flushes the plug if it is full or the request is large.
     #[inline]
     fn plug_request(&mut self, tag: Tag, outline: &Outline, mut ring: Option<&mut Ring>) {
-        if self.plug.has_large_request() {
+        if self.plug.has_large_request {
             self.flush_full_plug(ring.as_deref_mut());
         }
         self.trace(|tracer, in_flight, clock| tracer.begun(tag, &in_flight[tag], clock));
@@ -674,7 +667,7 @@ impl Queue {
         let merged = self.io.try_merge(tag, index, segments);
         if merged {
             self.plug.merged(&self.io.in_flight[tag]);
-            if self.plug.has_large_request() {
+            if self.plug.has_large_request {
                 // The slow path flushes the plug before it adds the next request.
                 self.close_fast_path();
             }
@@ -737,7 +730,6 @@ impl Queue {
 impl Queue {
     /// Takes staged bios, round robin over the software queues, as far as [`Queue::pull_quota`] allows. Those
     /// that stay can still be merged.
-    #[inline]
     fn pull_software_queues(&mut self, ring: Option<&mut Ring>) {
         if self.io.disk.shared.software.has_pending() {
             self.pull_pending(ring);
@@ -783,7 +775,7 @@ impl Queue {
     /// The number of staged requests that may be taken now: the number of free tags, or half of it if other
     /// bios wait for a tag or for a busy driver.
     fn pull_quota(&self) -> usize {
-        if self.pull_cursor.closed || !self.io.in_flight.has_room() || self.io.disk.is_frozen() {
+        if self.hold.closing || !self.io.in_flight.has_room() || self.io.disk.is_frozen() {
             return 0;
         }
         let in_use = self.io.in_flight.in_use();
@@ -832,14 +824,12 @@ impl Queue {
 
     /// If the client of the first failed request is not known yet, calls `name` to write it. Must be called
     /// before the queue's owner takes the completion of the bio whose `user_data` `name` receives.
-    #[inline]
     pub fn name_failed(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
         if self.io.failures.lacks_name() {
             self.io.failures.name(name);
         }
     }
 
-    #[inline]
     pub fn has_held(&self) -> bool {
         self.hold.len() > 0
     }
@@ -897,23 +887,25 @@ impl Queue {
     #[inline(never)]
     fn check_probes(&mut self) {
         let probes = Probes::attached(self.io.disk.disk.number(), self.io.disk.index);
-        let fires = self.io.tracer().is_some_and(Tracer::has_probes);
+        let fires = self.io.tracer.as_ref().is_some_and(|tracer| tracer.has_probes());
         if probes.is_some() != fires {
             self.change_tracer(|tracer, plugged| tracer.set_probes(probes, plugged));
         }
     }
 
-    /// Applies `change` to the tracer, which gets the number of requests in the plug.
+    /// Applies `change`, which gets the number of requests in the plug, and the disk's settings to the tracer, which
+    /// is created before and removed after as needed.
     #[cold]
     fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer, usize)) {
         self.trace_fast_path();
         self.close_fast_path();
-        let plugged = self.plug.requests().len();
-        self.io.change_tracer(|tracer| change(tracer, plugged));
-        self.dispatch.update(self.io.tracer());
+        let mut tracer = self.io.tracer.take().unwrap_or_default();
+        change(&mut tracer, self.plug.requests().len());
+        tracer.reload(self.io.disk.settings.clock, &self.io.disk.limits);
+        self.io.tracer = tracer.is_on().then_some(tracer);
+        self.dispatch.update(self.io.tracer.as_deref());
     }
 
-    #[inline]
     pub fn set_trace_client(&mut self, client: impl FnOnce() -> TraceClient) {
         let plugged = self.plug.requests().len();
         self.io.trace(|tracer, _, _| tracer.set_client(client(), plugged));
@@ -921,20 +913,17 @@ impl Queue {
 
     /// Records the requests that took the plug's fast path, if the queue is traced. Must be called before any
     /// other event is recorded, because events are in order.
-    #[inline]
     fn trace_fast_path(&mut self) {
         let plug = self.plug.requests();
         self.io.trace(|tracer, in_flight, clock| tracer.record_fast_path(plug, in_flight.requests(), clock));
     }
 
     /// Calls `record` if the queue is traced, after the fast path was recorded.
-    #[inline]
     fn trace(&mut self, record: impl FnOnce(&mut Tracer, &InFlight, &mut Clock)) {
         self.trace_fast_path();
         self.io.trace(record);
     }
 
-    #[inline]
     fn trace_queued(&mut self, index: u32) {
         self.trace(|tracer, in_flight, clock| tracer.queued(index, &in_flight[index], clock));
     }
@@ -943,7 +932,7 @@ impl Queue {
     /// in the scheduler, or into a request that waits for a limit, are recorded where they are made.
     #[inline]
     fn trace_merge(&mut self, index: u32) {
-        if self.io.is_traced()
+        if self.io.tracer.is_some()
             && let Some(tag) = self.plug.last()
         {
             let request = &self.io.in_flight[tag];
@@ -995,7 +984,6 @@ impl Queue {
         self.check_probes();
     }
 
-    #[inline]
     pub fn completions(&self) -> &[Completion] {
         self.io.completions.own()
     }
@@ -1004,7 +992,6 @@ impl Queue {
         self.io.completions.take_own()
     }
 
-    #[inline]
     pub fn completions_mut(&mut self) -> &mut Vec<Completion> {
         self.io.completions.own_mut()
     }
@@ -1014,12 +1001,10 @@ impl Queue {
         self.io.in_flight.bio_count()
     }
 
-    #[inline]
     pub fn has_started(&self) -> bool {
-        self.dispatch.started() > 0
+        self.dispatch.started > 0
     }
 
-    #[inline]
     pub fn has_completed(&self) -> bool {
         !self.io.completions.requests.is_empty()
     }
@@ -1037,7 +1022,6 @@ impl Queue {
     }
 
     /// Whether the last turn stopped at its budget with work left.
-    #[inline]
     pub fn is_cut_short(&self) -> bool {
         self.rounds.is_cut_short && self.can_dispatch()
     }
@@ -1086,7 +1070,9 @@ impl Queue {
         if self.io.disk.is_frozen() {
             return self.dispatch.throttled_deadline_ns().is_some();
         }
-        let may_flush = self.io.flush.is_due() && !self.io.disk.disk.hold.has_writes();
+        let may_flush = self.io.flush.is_wanted()
+            && self.io.flush.data_in_flight == 0
+            && !self.io.disk.disk.hold.has_writes();
         if may_flush || (!self.io.disk.entered && self.io.disk.is_outdated()) {
             return true;
         }

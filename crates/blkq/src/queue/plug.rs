@@ -39,15 +39,17 @@ pub(crate) struct Plug {
     ready: usize,
     /// The number of requests that are not reads.
     others: usize,
-    data_sectors: u64,
+    /// Sum of the sectors that the requests read or write. If it is at least [`UNKNOWN_SECTORS`], requests were merged,
+    /// and their sectors must be added up.
+    pub data_sectors: u64,
     /// The time stamp of all bios on the open fast path. 0 without iostats.
-    start_ns: u64,
+    pub start_ns: u64,
     /// Begin and end of the youngest request. A bio that touches it may be merged.
     tail: Range<Sector>,
     /// Number of requests at which the plug is flushed: one of the constants above.
     limit: usize,
     /// Merging has made the youngest request as large as [`PLUG_FLUSH_BYTES`].
-    grown: bool,
+    pub has_large_request: bool,
     /// Number of requests of the previous plug. The fast path takes that number of tags in advance.
     last_len: usize,
 }
@@ -63,17 +65,15 @@ impl Plug {
             start_ns: 0,
             tail: NOWHERE,
             limit: PLUG_REQUESTS,
-            grown: false,
+            has_large_request: false,
             last_len: 0,
         }
     }
 
-    #[inline]
     pub fn requests(&self) -> &[Tag] {
         &self.tags[..self.len]
     }
 
-    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -87,26 +87,19 @@ impl Plug {
     pub fn merged(&mut self, request: &Request) {
         self.data_sectors |= UNKNOWN_SECTORS;
         self.tail = request.sector..request.end();
-        self.grown = request.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT;
+        self.has_large_request = request.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT;
     }
 
     pub fn set_several_queues(&mut self) {
         self.limit = PLUG_REQUESTS_SEVERAL_QUEUES;
     }
 
-    #[inline]
     pub fn is_full(&self) -> bool {
         self.len >= self.limit
     }
 
-    #[inline]
     pub fn last(&self) -> Option<Tag> {
         self.requests().last().copied()
-    }
-
-    #[inline]
-    pub fn has_large_request(&self) -> bool {
-        self.grown
     }
 
     /// Adds a request. Returns true if the plug must be flushed: it is full, or the request has reached
@@ -126,13 +119,6 @@ impl Plug {
         self.tail = outline.sector..outline.sector + outline.sectors;
         self.others += usize::from(outline.operation != Operation::Read);
         self.data_sectors += data_sectors;
-    }
-
-    /// Sum of the sectors that the requests read or write. If it is at least [`UNKNOWN_SECTORS`], requests
-    /// were merged, and the caller must add up their sectors.
-    #[inline]
-    pub fn data_sectors(&self) -> u64 {
-        self.data_sectors
     }
 
     /// Counts the requests as started, because they are about to be dispatched.
@@ -155,7 +141,7 @@ impl Plug {
     pub fn take_requests(&mut self) -> &[Tag] {
         self.last_len = self.len;
         (self.len, self.ready, self.others, self.data_sectors) = (0, 0, 0, 0);
-        (self.tail, self.grown) = (NOWHERE, false);
+        (self.tail, self.has_large_request) = (NOWHERE, false);
         &self.tags[..self.last_len]
     }
 
@@ -177,11 +163,6 @@ impl Plug {
             self.tags[self.len..self.ready].copy_from_slice(tags);
         }
         self.start_ns = start_ns;
-    }
-
-    #[inline(always)]
-    pub fn start_ns(&self) -> u64 {
-        self.start_ns
     }
 
     /// Adds the read or write `outline` on the open fast path. Returns its tag.
@@ -231,7 +212,6 @@ impl FastLimits {
     }
 
     /// Whether this is a legal read or write of one buffer that needs no split and no flush.
-    #[inline]
     pub fn fits(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
         self.fits_bytes(outline, buffer.len() as u64, self.whole_sectors)
@@ -258,7 +238,6 @@ impl FastLimits {
     }
 
     /// Whether one read or write certainly may have that many sectors and memory segments.
-    #[inline]
     pub fn allows(&self, operation: Operation, sectors: u64, segments: u32) -> bool {
         let most = self.whole_sectors.get(operation as usize);
         most.is_some_and(|&most| sectors <= most) && segments <= self.max_segments

@@ -15,7 +15,6 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    #[inline]
     pub fn begin_turn(&mut self) {
         (self.completed, self.until_ns) = (0, 0);
     }
@@ -50,7 +49,6 @@ impl Rounds {
     }
 
     /// Lets the time of the turn start again. Returns whether the clock had started.
-    #[inline]
     pub fn restart_clock(&mut self) -> bool {
         std::mem::take(&mut self.until_ns) != 0
     }

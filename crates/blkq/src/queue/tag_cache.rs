@@ -69,7 +69,6 @@ impl TagCache {
         }
     }
 
-    #[inline]
     pub fn is_shared(&self) -> bool {
         self.shared.is_some()
     }
@@ -102,7 +101,6 @@ impl TagCache {
     }
 
     /// Stops waiting for a tag. A wake-up that was meant for this queue is passed to another one.
-    #[inline]
     pub fn cancel_wait(&mut self) {
         if let Some(SharedTags { set, waiter, .. }) = &mut self.shared {
             set.cancel_wait(waiter);
@@ -147,7 +145,6 @@ impl TagCache {
             .is_some_and(|shared| shared.set.is_waiting(&shared.waiter) && shared.set.will_wake())
     }
 
-    #[inline]
     pub fn share_freed(&mut self) {
         if self.shared.is_some() {
             self.put_shared();

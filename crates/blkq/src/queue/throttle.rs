@@ -352,14 +352,12 @@ impl QueueThrottle {
 
     /// Applies the limits of the group, if they have changed. If they could not be read, only every
     /// [`CHANGE_NS`], because each attempt also retries the waiting requests.
-    #[inline]
     fn follow_group(&mut self, now_ns: u64) {
         if self.group_has_changed() && (self.group_sequence.is_some() || self.group_retry_ns <= now_ns) {
             self.reload(now_ns);
         }
     }
 
-    #[inline]
     fn group_has_changed(&self) -> bool {
         let member = self.throttle.member();
         member.is_some_and(|member| self.group_sequence != Some(member.group().sequence()))

@@ -19,6 +19,7 @@ const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 /// Writes the events of a queue to the trace, and fires USDT probes for them. Bios on the plug's fast path
 /// are not recorded one by one. Their first events are in one record per plug, which is written when the plug
 /// is flushed, or before another event is written.
+#[derive(Default)]
 pub(super) struct Tracer {
     writer: Option<TraceWriter>,
     probes: Option<Probes>,
@@ -28,7 +29,8 @@ pub(super) struct Tracer {
     /// How many requests of the plug were recorded, or began before the trace.
     plugged: usize,
     /// The client of each bio that took the fast path into the plug, and at `next_bio` that of the next bio.
-    plug_clients: [TraceClient; PLUG_REQUESTS_SEVERAL_QUEUES],
+    /// Empty until a bio has a client.
+    plug_clients: Vec<TraceClient>,
     next_bio: usize,
     /// A bio had a client, so records must contain clients.
     has_clients: bool,
@@ -39,29 +41,13 @@ pub(super) struct Tracer {
     unknown: Vec<Tag>,
 }
 
-impl Default for Tracer {
-    fn default() -> Tracer {
-        Tracer {
-            writer: None,
-            probes: None,
-            has_records: false,
-            plugged: 0,
-            plug_clients: [TraceClient::NONE; PLUG_REQUESTS_SEVERAL_QUEUES],
-            next_bio: 0,
-            has_clients: false,
-            clients: Vec::new(),
-            unknown: Vec::new(),
-        }
-    }
-}
-
 impl Tracer {
     /// Starts or stops to write the events with `writer`. `plugged` requests are in the plug, and those of
     /// `in_flight` have begun before.
     pub fn set_writer(&mut self, writer: Option<TraceWriter>, plugged: usize, in_flight: Vec<Tag>) {
         self.writer = writer;
         self.plugged = plugged;
-        self.plug_clients = [TraceClient::NONE; PLUG_REQUESTS_SEVERAL_QUEUES];
+        self.plug_clients.fill(TraceClient::NONE);
         self.unknown = in_flight;
     }
 
@@ -89,7 +75,6 @@ impl Tracer {
         self.writer.is_some() || self.probes.is_some()
     }
 
-    #[inline]
     fn push(&mut self, event: TraceEvent) {
         if let Some(writer) = &mut self.writer {
             writer.push(event);
@@ -120,6 +105,7 @@ impl Tracer {
     pub fn set_client(&mut self, client: TraceClient, plugged: usize) {
         self.has_clients |= client != TraceClient::NONE;
         self.next_bio = plugged % PLUG_REQUESTS_SEVERAL_QUEUES;
+        self.plug_clients.resize(PLUG_REQUESTS_SEVERAL_QUEUES, TraceClient::NONE);
         self.plug_clients[self.next_bio] = client;
     }
 
@@ -157,7 +143,7 @@ impl Tracer {
     }
 
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
-        let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
+        let client = self.plug_clients.get_mut(self.next_bio).map(std::mem::take).unwrap_or_default();
         self.set_client_of(bio, client);
         self.bio(EventKind::Queue, bio, None, slot, Ok(()), clock);
     }
@@ -203,7 +189,6 @@ impl Tracer {
 
     /// Records the requests of `plug` that took the fast path and have no event yet. Must be called before
     /// any other event of the queue.
-    #[inline]
     pub fn record_fast_path(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         if self.plugged < plug.len() {
             self.write_fast_path(plug, requests, clock);

@@ -547,7 +547,7 @@ fn a_freeze_that_failed_is_work_for_a_queue_with_requests() {
             assert!(!queue.has_work());
         });
         is_work_once(&mut queue, 0);
-        assert_eq!(queue.dispatch.started(), 2);
+        assert_eq!(queue.dispatch.started, 2);
         keeper.release();
         assert_eq!(turn(&mut queue), 2);
     }
@@ -566,7 +566,7 @@ fn a_shared_tag_and_a_larger_share_are_work() {
     // Each of the two queues has a share of four of the eight tags.
     (0..5).for_each(|block| read(second, block));
     turn(second);
-    assert_eq!(second.dispatch.started(), 4);
+    assert_eq!(second.dispatch.started, 4);
     assert!(!second.has_work());
     keeper.release();
     assert_eq!(turn(first), 1);
@@ -587,7 +587,7 @@ fn a_queue_that_waits_for_a_tag_keeps_its_share() {
     let [first, second] = &mut queues;
     (0..4).for_each(|block| read(second, block));
     turn(second);
-    assert_eq!(second.dispatch.started(), 4);
+    assert_eq!(second.dispatch.started, 4);
     read(first, 0);
     // The turns of the queues of an engine are interleaved.
     first.begin_turn(None);

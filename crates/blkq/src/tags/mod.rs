@@ -124,7 +124,6 @@ impl TagSet {
         }
     }
 
-    #[inline]
     pub fn depth(&self) -> u16 {
         // Relaxed: the depth changes only under a freeze.
         self.depth.load(Ordering::Relaxed) as u16
@@ -200,7 +199,6 @@ impl TagSet {
         }
     }
 
-    #[inline]
     fn put_bits(&self, word: usize, bits: u64) {
         let before = self.words[word].fetch_or(bits, Ordering::SeqCst);
         assert!(before & bits == 0, "tags {:#x} of word {word} were put twice", before & bits);
@@ -278,7 +276,6 @@ impl TagSet {
     /// A user with its full share has requests of its own, so it does not wait for other queues: it tries
     /// again at its next completion, or, if all its requests are held after errors, when its share grows
     /// ([`TagSet::await_share`]).
-    #[inline]
     pub fn may_get(&self, active: u32) -> bool {
         let users = self.users.load(Ordering::SeqCst);
         let depth = u32::from(self.depth());

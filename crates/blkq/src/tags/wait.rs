@@ -88,7 +88,6 @@ impl Waiters {
         &self.waiting
     }
 
-    #[inline]
     pub fn any(&self) -> bool {
         self.waiting.load(SeqCst) > 0
     }
