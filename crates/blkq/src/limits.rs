@@ -139,8 +139,7 @@ impl QueueLimits {
         let limit = match operation {
             Operation::Read | Operation::Write => u64::from(self.max_request_bytes),
             Operation::Discard => self.max_discard_bytes,
-            Operation::WriteZeroes if no_unmap => self.max_write_zeroes_no_unmap_bytes,
-            Operation::WriteZeroes => self.max_write_zeroes_bytes,
+            Operation::WriteZeroes => self.write_zeroes_bytes(no_unmap),
             Operation::Flush => return 0,
         };
         let limit = limit & !(block - 1);
@@ -151,9 +150,8 @@ impl QueueLimits {
         limit.min(chunk - offset % chunk)
     }
 
-    /// Largest write-zeroes with `flags`. 0 if the driver does not support the operation.
-    pub(crate) fn write_zeroes_bytes(&self, flags: BioFlags) -> u64 {
-        let no_unmap = flags.contains(BioFlags::NO_UNMAP);
+    /// Largest write-zeroes. 0 if the driver does not support the operation.
+    pub(crate) fn write_zeroes_bytes(&self, no_unmap: bool) -> u64 {
         if no_unmap { self.max_write_zeroes_no_unmap_bytes } else { self.max_write_zeroes_bytes }
     }
 

@@ -80,16 +80,21 @@ impl Request {
     #[inline]
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
         debug_assert!(self.state == RequestState::Idle);
+        self.first_bio = bio;
+        self.last_bio = bio;
+        self.segments = segments;
+        self.set(outline, RequestState::Busy);
+    }
+
+    #[inline(always)]
+    fn set(&mut self, outline: &Outline, state: RequestState) {
         // Field by field: a struct literal would be copied through the stack (see `BioSlot`).
         self.sector = outline.sector;
         self.sectors = outline.sectors;
-        self.first_bio = bio;
-        self.last_bio = bio;
         self.start_ns = outline.start_ns;
         self.operation = outline.operation;
         self.flags = outline.flags;
-        self.state = RequestState::Busy;
-        self.segments = segments;
+        self.state = state;
         self.pdu = [0; 2];
     }
 
@@ -105,14 +110,8 @@ impl Request {
         debug_assert!(
             self.state == RequestState::Idle && self.first_bio == self.last_bio && self.segments == 1
         );
-        self.sector = outline.sector;
-        self.sectors = outline.sectors;
-        self.start_ns = outline.start_ns;
-        self.operation = outline.operation;
-        self.flags = outline.flags;
-        self.state =
-            if outline.operation.is_write() { RequestState::PlainWrite } else { RequestState::PlainRead };
-        self.pdu = [0; 2];
+        let is_write = outline.operation.is_write();
+        self.set(outline, if is_write { RequestState::PlainWrite } else { RequestState::PlainRead });
     }
 
     /// Makes the request idle, and restores the fields on which [`Request::begin_plain`] relies.

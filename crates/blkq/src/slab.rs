@@ -275,8 +275,8 @@ impl InFlight {
         self.free.len() > self.extra
     }
 
-    pub fn zeroes(&self) -> &IoBuffer {
-        &self.zeroes
+    pub fn zeroes_len(&self) -> usize {
+        self.zeroes.len()
     }
 
     /// Replaces the zeroes, unless a request may use them: also one that began as a plain bio, after a merge.

@@ -1,10 +1,11 @@
-use crate::bio::{Completion, Operation};
+use crate::bio::Completion;
 use crate::buffer::Data;
 use crate::completer::Completer;
 use crate::error::IoResult;
 use crate::remote::gate::{Direction, RequestGate};
 use crate::tags::Tag;
 
+#[derive(Default)]
 pub(super) struct Completions {
     /// Requests that the driver has completed and the queue has not.
     pub requests: Vec<(Tag, IoResult)>,
@@ -17,19 +18,13 @@ pub(super) struct Completions {
     /// Completions of bios that other threads submitted.
     pub remote: Vec<(Completer, IoResult, Data)>,
     /// Completed bios that the request gate still counts as in flight: reads, all others.
-    gate_owed: [u32; 2],
+    pub gate_owed: [u32; 2],
 }
 
 impl Completions {
     pub fn new(slots: usize) -> Completions {
-        Completions {
-            requests: Vec::with_capacity(slots),
-            limits_changed: false,
-            own: Vec::with_capacity(slots),
-            taken: 0,
-            remote: Vec::new(),
-            gate_owed: [0; 2],
-        }
+        let (requests, own) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
+        Completions { requests, own, ..Completions::default() }
     }
 
     /// Returns the buffer of a batch, so that it is reused. Drops the buffer if the driver has completed
@@ -44,11 +39,6 @@ impl Completions {
 
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
-    }
-
-    /// Counts a completed bio that came through the request gate.
-    pub fn owe_gate(&mut self, operation: Operation) {
-        self.gate_owed[usize::from(operation.is_write())] += 1;
     }
 
     /// Notifies other threads of completed bios. Reports the bios to the gate first, so that waiting submitters

@@ -9,7 +9,6 @@ use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::driver::Driver;
 use crate::error::Error;
 use crate::limits::QueueLimits;
-use crate::sched::SchedulerKind;
 
 use super::plug::FastLimits;
 
@@ -56,20 +55,13 @@ impl DiskView {
         self.disk.control.generation() != self.generation
     }
 
-    /// Takes the disk's current driver. Returns whether the driver was exchanged.
-    pub fn reload_driver(&mut self) -> bool {
-        let driver = self.disk.driver();
-        let is_new = !Arc::ptr_eq(&driver, &self.driver);
-        self.driver = driver;
-        is_new
-    }
-
-    /// Takes the disk's current settings. Returns the scheduler if it was changed.
-    pub fn reload_settings(&mut self) -> Option<SchedulerKind> {
+    /// Takes the disk's current settings and driver. Returns whether the scheduler was changed, and whether the driver
+    /// was exchanged.
+    pub fn reload(&mut self) -> (bool, bool) {
         self.generation = self.disk.control.generation();
-        let before = self.settings.scheduler;
-        self.settings = self.disk.settings();
-        (before != self.settings.scheduler).then_some(self.settings.scheduler)
+        let before = std::mem::replace(&mut self.settings, self.disk.settings());
+        let driver = std::mem::replace(&mut self.driver, self.disk.driver());
+        (before.scheduler != self.settings.scheduler, !Arc::ptr_eq(&driver, &self.driver))
     }
 
     /// Takes the driver's current limits. Returns false if they have not changed.

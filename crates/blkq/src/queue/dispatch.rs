@@ -12,7 +12,7 @@ use crate::driver::{Busy, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::Request;
 use crate::ring::{Registrar, Ring};
-use crate::sched::{Scheduler, SchedulerKind};
+use crate::sched::Scheduler;
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::Counter;
 use crate::tags::Tag;
@@ -171,8 +171,8 @@ impl Dispatch {
     }
 
     /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
-    pub fn set_scheduler(&mut self, scheduler: SchedulerKind, io: &Io) {
-        self.scheduler = scheduler.open(io.in_flight.requests().len());
+    pub fn reload_scheduler(&mut self, io: &Io) {
+        self.scheduler = io.disk.settings.scheduler.open(io.in_flight.requests().len());
         self.update(io.tracer.as_deref());
     }
 

@@ -14,6 +14,7 @@ use crate::tags::Tag;
 /// How long data of flush sequences in flight may delay a flush, in nanoseconds (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
 
+#[derive(Default)]
 pub(super) struct FlushMachine {
     /// The tag of the queue's own flush. It is one beyond those of the tag set, so a flush needs no free tag.
     pub tag: Tag,
@@ -30,14 +31,7 @@ pub(super) struct FlushMachine {
 
 impl FlushMachine {
     pub fn new(tag: Tag) -> FlushMachine {
-        FlushMachine {
-            tag,
-            pending: VecDeque::new(),
-            running: VecDeque::new(),
-            in_flight: false,
-            data_in_flight: 0,
-            pending_since_ns: None,
-        }
+        FlushMachine { tag, ..FlushMachine::default() }
     }
 
     pub fn is_wanted(&self) -> bool {

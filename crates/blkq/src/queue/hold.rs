@@ -25,7 +25,7 @@ pub(super) struct Hold {
     writes: Vec<bool>,
     write_count: usize,
     /// How many resumes of the disk this queue has applied: reissues, failures.
-    resumed: (u64, u64),
+    pub resumed: (u64, u64),
     /// The owner of the queue is stopping, so no request is held.
     pub closing: bool,
 }
@@ -68,15 +68,14 @@ impl Hold {
     /// Finds held requests that must not be reissued, because clients have disconnected: a write if one of
     /// its merged bios is abandoned, because the reissued write could overwrite newer data of that client,
     /// and a read if all of its bios are abandoned. `is_abandoned` is called with the `user_data` of bios.
-    /// Returns for each tag whether the request is one of them.
-    pub fn find_abandoned(&self, io: &mut Io, is_abandoned: impl Fn(u64) -> bool) -> Vec<bool> {
-        let mut found = vec![false; self.writes.len()];
-        for &(tag, _) in &self.held {
+    pub fn find_abandoned(&self, io: &mut Io, is_abandoned: impl Fn(u64) -> bool) -> Vec<Tag> {
+        let mut found: Vec<Tag> = self.held.iter().map(|(tag, _)| *tag).collect();
+        found.retain(|&tag| {
             io.in_flight.fill_plain(tag);
             let is = |bio| io.user_data_of(bio).is_some_and(&is_abandoned);
             let (any, all) = (io.in_flight.bios_of(tag).any(is), io.in_flight.bios_of(tag).all(is));
-            found[tag.index()] = any && (all || io.in_flight[tag].operation.is_write());
-        }
+            any && (all || io.in_flight[tag].operation.is_write())
+        });
         found
     }
 
@@ -111,11 +110,6 @@ impl Hold {
             return Some(Resume::Fail);
         }
         (reissues != reissued).then_some(Resume::Reissue)
-    }
-
-    /// Publishes that the queue has applied what [`Hold::take_resumed`] returned, and has counted it.
-    pub fn note_resumed(&self, disk: &Disk, queue: usize) {
-        disk.hold.follow(queue, self.resumed);
     }
 
     pub fn close(&mut self, disk: &Disk) {

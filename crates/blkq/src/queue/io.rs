@@ -299,7 +299,7 @@ impl Io {
             if limits.max_write_zeroes_bytes == 0 && limits.max_write_zeroes_no_unmap_bytes != 0 {
                 slot.flags.insert(BioFlags::NO_UNMAP);
             }
-            if limits.write_zeroes_bytes(slot.flags) == 0 {
+            if limits.write_zeroes_bytes(slot.flags.contains(BioFlags::NO_UNMAP)) == 0 {
                 return self.begin_zeroes(index);
             }
         }
@@ -391,7 +391,7 @@ impl Io {
         }
         if slot.operation == Operation::WriteZeroes
             && !slot.slot_flags.contains(SlotFlags::AS_ZEROES)
-            && self.disk.limits.write_zeroes_bytes(slot.flags) == 0
+            && self.disk.limits.write_zeroes_bytes(slot.flags.contains(BioFlags::NO_UNMAP)) == 0
         {
             if slot.flags.contains(BioFlags::NO_FALLBACK) {
                 return Err(Status::NotSupported);
@@ -414,7 +414,7 @@ impl Io {
         let bytes = if source == DataSource::Zeroes {
             // The buffer of zeroes is used repeatedly, once for each segment that a request may have.
             let segments = u64::from(self.disk.limits.max_segments);
-            split_point(left.min(self.in_flight.zeroes().len() as u64 * segments), &[], 0)
+            split_point(left.min(self.in_flight.zeroes_len() as u64 * segments), &[], 0)
         } else {
             let (root, skip) = self.in_flight.memory_of(index);
             root.data.with_shape(|segments| split_point(left, segments, skip + (issued << SECTOR_SHIFT)))
@@ -474,17 +474,19 @@ impl Io {
         true
     }
 
-    pub fn can_join(&self, first: Tag, second: Tag) -> bool {
+    /// Joins request `second`, which starts where `first` ends, to `first`, if the limits allow it, and frees the tag of
+    /// `second`. Both are in the scheduler.
+    pub fn try_join(&mut self, first: Tag, second: Tag) -> bool {
         let (head, tail) = (&self.in_flight[first], &self.in_flight[second]);
         let sectors = head.sectors + tail.sectors;
         let segments = u32::from(head.segments) + u32::from(tail.segments);
-        head.operation == tail.operation
-            && !head.flags.union(tail.flags).intersects(ALONE)
-            && self.disk.limits.allow(head.operation, head.sector, sectors, segments)
-    }
-
-    /// Joins request `second`, which starts where `first` ends, to `first`, and frees the tag of `second`.
-    pub fn join(&mut self, first: Tag, second: Tag) {
+        if head.operation != tail.operation
+            || head.flags.union(tail.flags).intersects(ALONE)
+            || !self.disk.limits.allow(head.operation, head.sector, sectors, segments)
+        {
+            return false;
+        }
+        self.trace(|tracer, in_flight, clock| tracer.joined(first, second, in_flight.requests(), clock));
         let operation = self.in_flight[first].operation;
         self.in_flight.join(first, second);
         self.tags.free.push(second);
@@ -492,6 +494,7 @@ impl Io {
         if self.disk.settings.iostats {
             self.stats.joined(operation.into());
         }
+        true
     }
 
     /// Starts a flush without data. Without a write cache, it completes immediately.
@@ -695,8 +698,7 @@ impl Io {
             self.tags.free.push(tag);
         }
         if let Err(status) = result {
-            self.stats.failed(operation.into(), status);
-            self.note_failure(tag, first, status);
+            self.count_failure(tag, first, status);
         }
         if operation == Operation::Flush {
             return self.complete_flush(result);
@@ -713,6 +715,12 @@ impl Io {
             }
             index = next;
         }
+    }
+
+    #[cold]
+    fn count_failure(&mut self, tag: Tag, first: u32, status: Status) {
+        self.stats.failed(self.in_flight[tag].operation.into(), status);
+        self.note_failure(tag, first, status);
     }
 
     /// Records the failure of request `tag`, whose first bio is `first`, for the watcher.
@@ -736,7 +744,7 @@ impl Io {
         }
         let slot = &mut self.in_flight[index];
         if slot.slot_flags.contains(SlotFlags::GATED) {
-            self.completions.owe_gate(slot.operation);
+            self.completions.gate_owed[usize::from(slot.operation.is_write())] += 1;
         }
         let (data, parent, completer) = (slot.take_data(), slot.parent, slot.take_completer());
         self.in_flight.remove(index);

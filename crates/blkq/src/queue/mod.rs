@@ -46,7 +46,7 @@ use crate::disk::{Disk, QueueClaim, Resume};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::{MergeSide, QueueLimits};
 use crate::remote::gate::Direction;
-use crate::remote::software::{SOFTWARE_QUEUES, Staged};
+use crate::remote::software::{SOFTWARE_QUEUES, Staged, StagedBio};
 use crate::ring::{Cqe, Ring};
 use crate::slab::{InFlight, NewBio, SlotFlags};
 use crate::stats::Counter;
@@ -159,18 +159,18 @@ impl Queue {
 
     #[cold]
     fn reload(&mut self, ring: Option<&mut Ring>) {
-        if let Some(scheduler) = self.io.disk.reload_settings() {
-            self.dispatch.set_scheduler(scheduler, &self.io);
+        let (has_new_scheduler, has_new_driver) = self.io.disk.reload();
+        if has_new_scheduler {
+            self.dispatch.reload_scheduler(&self.io);
         }
         self.io.tags.set_depth(self.io.disk.settings.requests());
         self.io.clock.set_mode(self.io.disk.settings.clock);
-        let is_new = self.io.disk.reload_driver();
         self.io.completions.limits_changed = false;
         self.io.reload_limits();
         if self.io.tracer.is_some() {
             self.change_tracer(|_, _| {});
         }
-        if is_new {
+        if has_new_driver {
             self.dispatch.exchange_driver(&mut self.io, ring);
         } else {
             self.dispatch.reload(&mut self.io, ring);
@@ -530,7 +530,8 @@ impl Queue {
             Data::Kernel(pages) => {
                 // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
                 outline.flags.insert(BioFlags::NO_MERGE);
-                fast.fits_pages(outline, pages.len()).then_some(Some(1))
+                let fits = limits.kernel_pages && fast.fits_memory(outline, pages.len().into());
+                fits.then_some(Some(1))
             }
             Data::Segments(owner) => fast.fits_segments(outline, owner.segments(), limits).then_some(None),
             _ => None,
@@ -688,8 +689,7 @@ impl Queue {
             return false;
         }
         let Some(scheduler) = &mut self.dispatch.scheduler else { return false };
-        let (requests, slot) = (self.io.in_flight.requests(), &self.io.in_flight[index]);
-        let found = scheduler.find_merge(requests, slot.operation, slot.sector, slot.sectors);
+        let found = scheduler.find_merge(self.io.in_flight.requests(), &self.io.in_flight[index].outline());
         let Some((tag, side)) = found.filter(|&(tag, _)| self.io.try_merge(tag, index, segments)) else {
             return false;
         };
@@ -697,23 +697,16 @@ impl Queue {
         scheduler.merged(tag, requests);
         let neighbour = scheduler.find_neighbour(requests, tag, side);
         self.trace_merge_into(tag, index);
-        match (side, neighbour) {
-            (MergeSide::Back, Some(next)) => self.join(tag, next),
-            (MergeSide::Front, Some(previous)) => self.join(previous, tag),
-            (_, None) => {}
-        }
-        true
-    }
-
-    /// Joins two requests of the scheduler that touch after a merge, if the limits allow it.
-    fn join(&mut self, first: Tag, second: Tag) {
-        if self.io.can_join(first, second) {
-            self.trace(|tracer, in_flight, clock| tracer.joined(first, second, in_flight.requests(), clock));
-            self.io.join(first, second);
-            if let Some(scheduler) = &mut self.dispatch.scheduler {
+        if let Some(neighbour) = neighbour {
+            let is_back = side == MergeSide::Back;
+            let (first, second) = if is_back { (tag, neighbour) } else { (neighbour, tag) };
+            if self.io.try_join(first, second)
+                && let Some(scheduler) = &mut self.dispatch.scheduler
+            {
                 scheduler.joined(first, second);
             }
         }
+        true
     }
 
     #[inline(never)]
@@ -798,11 +791,10 @@ impl Queue {
         let mut taken = 0;
         while let Some(staged) = self.pull_cursor.taken.pop_front() {
             taken += 1;
-            // The request gate has counted the bios that were merged into the first one together with it.
-            let (first, others) = staged.into_bios();
-            let others = others.into_iter().flatten().map(|bio| (bio, SlotFlags::empty()));
-            for ((bio, completer), flags) in std::iter::once((first, SlotFlags::GATED)).chain(others) {
-                self.accept(bio, completer, flags, ring.as_deref_mut());
+            let ((bio, completer), others) = staged.into_bios();
+            self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());
+            if let Some(others) = others {
+                self.accept_others(others, ring.as_deref_mut());
             }
         }
         // `None`: a submitter had the lock. The next turn tries again.
@@ -810,6 +802,15 @@ impl Queue {
             self.io.disk.shared.software.set_pending(index);
         }
         taken
+    }
+
+    /// Accepts the bios that were merged into the staged request before them. The request gate has counted
+    /// them together with that request.
+    #[inline(never)]
+    fn accept_others(&mut self, others: VecDeque<StagedBio>, mut ring: Option<&mut Ring>) {
+        for (bio, completer) in others {
+            self.accept(bio, completer, SlotFlags::empty(), ring.as_deref_mut());
+        }
     }
 }
 
@@ -843,7 +844,8 @@ impl Queue {
             Some(Resume::Reissue) => self.hold.reissue(&mut self.io, &mut self.dispatch),
             None => return,
         }
-        self.hold.note_resumed(&self.io.disk.disk, self.io.disk.index);
+        // After the resume was applied and counted.
+        self.io.disk.disk.hold.follow(self.io.disk.index, self.hold.resumed);
     }
 
     /// Fails held requests and stops holding others, because the owner of the queue is stopping.
@@ -857,8 +859,8 @@ impl Queue {
     pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
         self.close_fast_path();
         let abandoned = self.hold.find_abandoned(&mut self.io, is_abandoned);
-        if abandoned.contains(&true) {
-            self.fail_held(|tag| abandoned[tag.index()]);
+        if !abandoned.is_empty() {
+            self.fail_held(|tag| abandoned.contains(&tag));
             self.admit_waiting(ring);
         }
     }
@@ -887,7 +889,7 @@ impl Queue {
     #[inline(never)]
     fn check_probes(&mut self) {
         let probes = Probes::attached(self.io.disk.disk.number(), self.io.disk.index);
-        let fires = self.io.tracer.as_ref().is_some_and(|tracer| tracer.has_probes());
+        let fires = self.io.tracer.as_ref().is_some_and(|tracer| tracer.probes.is_some());
         if probes.is_some() != fires {
             self.change_tracer(|tracer, plugged| tracer.set_probes(probes, plugged));
         }

@@ -193,7 +193,6 @@ pub(super) struct FastLimits {
     /// As `whole_sectors`, but too small to flush the plug.
     small_sectors: [u64; 2],
     max_segments: u32,
-    kernel_pages: bool,
 }
 
 impl FastLimits {
@@ -207,14 +206,13 @@ impl FastLimits {
             whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
             small_sectors: [small, if limits.read_only { 0 } else { small }],
             max_segments: u32::from(limits.max_segments),
-            kernel_pages: limits.kernel_pages,
         }
     }
 
     /// Whether this is a legal read or write of one buffer that needs no split and no flush.
     pub fn fits(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
-        self.fits_bytes(outline, buffer.len() as u64, self.whole_sectors)
+        self.fits_memory(outline, buffer.len() as u64)
     }
 
     /// As [`FastLimits::fits`], for a bio that is also too small to flush the plug.
@@ -222,6 +220,11 @@ impl FastLimits {
     pub fn fits_small(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
         self.fits_bytes(outline, buffer.len() as u64, self.small_sectors)
+    }
+
+    /// As [`FastLimits::fits`], for memory of `bytes`.
+    pub fn fits_memory(&self, outline: &Outline, bytes: u64) -> bool {
+        self.fits_bytes(outline, bytes, self.whole_sectors)
     }
 
     /// The check for memory of `bytes`, and lengths up to `most` for reads and writes.
@@ -243,15 +246,10 @@ impl FastLimits {
         most.is_some_and(|&most| sectors <= most) && segments <= self.max_segments
     }
 
-    /// Whether this is a legal read or write of kernel pages of `bytes` that needs no split.
-    pub fn fits_pages(&self, outline: &Outline, bytes: u32) -> bool {
-        self.kernel_pages && self.fits_bytes(outline, u64::from(bytes), self.whole_sectors)
-    }
-
     /// Whether this is a legal read or write of `segments` that needs no split and no flush.
     pub fn fits_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> bool {
         segments.len() <= usize::from(limits.max_segments)
-            && self.fits_bytes(outline, u64::from(u32::MAX), self.whole_sectors)
+            && self.fits_memory(outline, u32::MAX.into())
             && check_memory(limits, segments, outline.sectors << SECTOR_SHIFT).is_ok()
     }
 }

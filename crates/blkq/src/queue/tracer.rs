@@ -22,7 +22,7 @@ const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 #[derive(Default)]
 pub(super) struct Tracer {
     writer: Option<TraceWriter>,
-    probes: Option<Probes>,
+    pub probes: Option<Probes>,
     /// The requests of a plug fit into one record: the clock is cached, so they share a time stamp, and the
     /// device is small enough for the sector numbers of a record.
     has_records: bool,
@@ -67,10 +67,6 @@ impl Tracer {
         self.has_records && self.probes.is_none()
     }
 
-    pub fn has_probes(&self) -> bool {
-        self.probes.is_some()
-    }
-
     pub fn is_on(&self) -> bool {
         self.writer.is_some() || self.probes.is_some()
     }
@@ -87,7 +83,7 @@ impl Tracer {
     fn record(&mut self, event: TraceEvent, result: IoResult, start_ns: u64) {
         let event = TraceEvent { status: result.err(), ..event };
         self.push(event);
-        if self.has_probes() {
+        if self.probes.is_some() {
             self.fire(event, start_ns);
         }
     }

@@ -1,8 +1,7 @@
-use crate::bio::Operation;
+use crate::bio::Outline;
 use crate::error::IoResult;
 use crate::limits::MergeSide;
 use crate::request::Request;
-use crate::sector::Sector;
 use crate::tags::Tag;
 
 /// A scheduler of one queue (`struct elevator_mq_ops`), used only by the owner of the queue. Flushes bypass
@@ -16,15 +15,9 @@ pub(crate) trait Scheduler: Send {
     /// one completes.
     fn dispatch(&mut self, requests: &[Request], open: [bool; 2], now_ns: u64) -> Option<Tag>;
 
-    /// Finds a queued request that the range of `sectors` from `sector` continues without a gap. The caller
+    /// Finds a queued request that `bio` continues without a gap, with the same operation. The caller
     /// decides whether flags and limits allow the merge.
-    fn find_merge(
-        &self,
-        requests: &[Request],
-        operation: Operation,
-        sector: Sector,
-        sectors: u64,
-    ) -> Option<(Tag, MergeSide)>;
+    fn find_merge(&self, requests: &[Request], bio: &Outline) -> Option<(Tag, MergeSide)>;
 
     /// Called after a bio was merged into the request, which changes its start or its length.
     fn merged(&mut self, _tag: Tag, _requests: &[Request]) {}

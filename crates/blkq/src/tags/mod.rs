@@ -22,7 +22,7 @@ use wait::WAITERS_MAX;
 pub use wait::WaiterId;
 
 /// The number of a request within its tag set: from 0 to one below the size of the set.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct Tag(pub u16);
 
@@ -118,7 +118,7 @@ impl TagSet {
         fields.push(HotField::of("held tags", Writer::Nobody, held));
         fields.push(HotField::of("awaited share", Writer::Nobody, share_awaited));
         fields.push(HotField::of("tag users", Writer::Everybody(first), &**users));
-        fields.push(HotField::of("tag waiters", Writer::Everybody(first + 1), waiters.waiting()));
+        fields.push(HotField::of("tag waiters", Writer::Everybody(first + 1), &*waiters.waiting));
         for (index, word) in words.iter().enumerate() {
             fields.push(HotField::of("tags", Writer::Everybody(first + 2 + index), &**word));
         }
@@ -251,14 +251,7 @@ impl TagSet {
         let before = self.users.fetch_sub(1, Ordering::SeqCst);
         debug_assert!(before > 0, "more users left than joined");
         seq_cst_for_loom();
-        if self.share_awaited.load(Ordering::SeqCst) {
-            self.wake_share_waiters();
-        }
-    }
-
-    #[cold]
-    fn wake_share_waiters(&self) {
-        if self.share_awaited.swap(false, Ordering::SeqCst) {
+        if self.share_awaited.load(Ordering::SeqCst) && self.share_awaited.swap(false, Ordering::SeqCst) {
             self.waiters.wake_registered();
         }
     }

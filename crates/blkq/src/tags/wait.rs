@@ -41,7 +41,7 @@ type Slot = RwLock<Option<Arc<dyn Wake>>>;
 
 pub(super) struct Waiters {
     /// The number of set bits in all queues. It may be too high for a moment, but never too low.
-    waiting: CachePadded<AtomicU32>,
+    pub waiting: CachePadded<AtomicU32>,
     counters: CachePadded<Counters>,
     /// For each wait queue a bit for each waiter that sleeps or is about to sleep.
     queues: [CachePadded<AtomicU32>; QUEUES],
@@ -82,10 +82,6 @@ impl Waiters {
     pub fn unregister(&self, waiter: WaiterId) {
         let slot = &self.slots[usize::from(waiter.number)];
         *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
-    }
-
-    pub fn waiting(&self) -> &AtomicU32 {
-        &self.waiting
     }
 
     pub fn any(&self) -> bool {

@@ -7,11 +7,10 @@
 use std::collections::VecDeque;
 
 use super::scheduler::Scheduler;
-use crate::bio::Operation;
+use crate::bio::{Operation, Outline};
 use crate::error::IoResult;
 use crate::limits::MergeSide;
 use crate::request::Request;
-use crate::sector::Sector;
 use crate::tags::Tag;
 
 const NS_PER_MS: u64 = 1_000_000;
@@ -235,18 +234,12 @@ impl Scheduler for Kyber {
         None
     }
 
-    fn find_merge(
-        &self,
-        requests: &[Request],
-        operation: Operation,
-        sector: Sector,
-        sectors: u64,
-    ) -> Option<(Tag, MergeSide)> {
-        let held = &self.domains[domain_of(operation)].held;
+    fn find_merge(&self, requests: &[Request], bio: &Outline) -> Option<(Tag, MergeSide)> {
+        let held = &self.domains[domain_of(bio.operation)].held;
         held.iter().rev().take(MERGE_CANDIDATES).find_map(|&tag| {
             let request = &requests[tag.index()];
-            let side = MergeSide::of(request.sector, request.end(), sector, sectors)?;
-            (request.operation == operation).then_some((tag, side))
+            let side = MergeSide::of(request.sector, request.end(), bio.sector, bio.sectors)?;
+            (request.operation == bio.operation).then_some((tag, side))
         })
     }
 

@@ -3,10 +3,16 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::bio::BioFlags;
+use crate::sector::Sector;
 
 const TAGS: usize = 640;
 const ONE_OF_EACH: [Operation; 4] =
     [Operation::Read, Operation::Write, Operation::Discard, Operation::WriteZeroes];
+
+fn bio(operation: Operation, sector: Sector, sectors: u64) -> Outline {
+    Outline { operation, flags: BioFlags::empty(), sector, sectors, start_ns: 0 }
+}
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Place {
@@ -276,7 +282,8 @@ fn a_bio_is_compared_with_the_youngest_eight() {
     let mut bed = TestBed::new();
     let tags: Vec<Tag> = (0..9).map(|n| bed.insert(Operation::Write, 100 * n, 8).unwrap()).collect();
     bed.insert(Operation::Read, 1000, 8);
-    let find = |operation, sector| bed.scheduler.find_merge(&bed.requests, operation, Sector(sector), 8);
+    let find =
+        |operation, sector| bed.scheduler.find_merge(&bed.requests, &bio(operation, Sector(sector), 8));
     assert_eq!(find(Operation::Write, 8), None);
     assert_eq!(find(Operation::Write, 108), Some((tags[1], MergeSide::Back)));
     assert_eq!(find(Operation::Write, 792), Some((tags[8], MergeSide::Front)));
@@ -344,7 +351,7 @@ proptest! {
                 }
                 Step::Merge(operation, at, sectors) => {
                     let sector = Sector(at);
-                    let found = bed.scheduler.find_merge(&bed.requests, operation, sector, sectors);
+                    let found = bed.scheduler.find_merge(&bed.requests, &bio(operation, sector, sectors));
                     let youngest = queued[domain_of(operation)].iter().rev().take(MERGE_CANDIDATES);
                     let touches = |tag: &Tag| {
                         let request = &bed.requests[tag.index()];

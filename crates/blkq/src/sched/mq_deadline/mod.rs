@@ -5,10 +5,9 @@
 use std::collections::VecDeque;
 
 use super::scheduler::Scheduler;
-use crate::bio::Operation;
+use crate::bio::{Operation, Outline};
 use crate::limits::MergeSide;
-use crate::request::NIL;
-use crate::request::Request;
+use crate::request::{NIL, Request};
 use crate::sector::Sector;
 use crate::tags::Tag;
 
@@ -186,20 +185,14 @@ impl Scheduler for MqDeadline {
         Some(tag)
     }
 
-    fn find_merge(
-        &self,
-        requests: &[Request],
-        operation: Operation,
-        sector: Sector,
-        sectors: u64,
-    ) -> Option<(Tag, MergeSide)> {
-        let direction = &self.directions[direction_of(operation)];
-        let same = |tag: &Tag| requests[tag.index()].operation == operation;
-        let back = direction.before(sector).filter(|tag| requests[tag.index()].end() == sector);
+    fn find_merge(&self, requests: &[Request], bio: &Outline) -> Option<(Tag, MergeSide)> {
+        let direction = &self.directions[direction_of(bio.operation)];
+        let same = |tag: &Tag| requests[tag.index()].operation == bio.operation;
+        let back = direction.before(bio.sector).filter(|tag| requests[tag.index()].end() == bio.sector);
         if let Some(tag) = back.filter(same) {
             return Some((tag, MergeSide::Back));
         }
-        let end = sector + sectors;
+        let end = bio.sector + bio.sectors;
         let front = direction.at_or_after(end).filter(|tag| self.entries[tag.index()].sector == end);
         front.filter(same).map(|tag| (tag, MergeSide::Front))
     }

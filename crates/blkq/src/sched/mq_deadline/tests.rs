@@ -3,8 +3,13 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::bio::BioFlags;
 
 const TAGS: usize = 64;
+
+fn bio(operation: Operation, sector: Sector, sectors: u64) -> Outline {
+    Outline { operation, flags: BioFlags::empty(), sector, sectors, start_ns: 0 }
+}
 
 /// A scheduler with the requests of its tags, and a device that needs `SERVICE_NS` per request.
 struct TestBed {
@@ -150,8 +155,9 @@ fn the_tunables_are_those_of_the_kernel() {
 fn a_bio_is_merged_at_the_front_or_at_the_back() {
     let mut bed = TestBed::new();
     let tag = bed.insert(Operation::Write, 100, 8).unwrap();
-    let find =
-        |bed: &TestBed, sector| bed.scheduler.find_merge(&bed.requests, Operation::Write, Sector(sector), 8);
+    let find = |bed: &TestBed, sector| {
+        bed.scheduler.find_merge(&bed.requests, &bio(Operation::Write, Sector(sector), 8))
+    };
     assert_eq!(find(&bed, 92), Some((tag, MergeSide::Front)));
     assert_eq!(find(&bed, 108), Some((tag, MergeSide::Back)));
 }
@@ -216,7 +222,7 @@ fn check(bed: &TestBed) {
 }
 
 fn merge(bed: &mut TestBed, operation: Operation, sector: Sector, sectors: u64) {
-    let found = bed.scheduler.find_merge(&bed.requests, operation, sector, sectors);
+    let found = bed.scheduler.find_merge(&bed.requests, &bio(operation, sector, sectors));
     let Some((tag, side)) = found else {
         // A touching request may be missed only if requests overlap.
         let direction = direction_of(operation);
