@@ -257,12 +257,15 @@ fn bios_that_a_panic_leaks_take_no_room_at_the_request_gate() {
     }
 }
 
+/// Addresses and lengths of memory.
+type Segments = Vec<(usize, u32)>;
+
 /// A driver that loses its write cache at the first poll, while it has two requests, and completes the last one then.
 /// At the next poll it completes the first one. It records the memory of the first request at each poll.
 #[derive(Clone, Default)]
 struct Losing {
     polls: Arc<AtomicUsize>,
-    segments: Arc<Mutex<Vec<Vec<(usize, u32)>>>>,
+    segments: Arc<Mutex<Vec<Segments>>>,
     kept: Vec<Tag>,
 }
 
@@ -292,7 +295,7 @@ unsafe impl DriverQueue for Losing {
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        let mut segments = Vec::new();
+        let mut segments = Segments::new();
         cx.for_each_segment(self.kept[0], |segment| segments.push((segment.ptr.addr(), segment.len)));
         self.segments.lock().unwrap().push(segments);
         if self.polls.fetch_add(1, SeqCst) == 0 {

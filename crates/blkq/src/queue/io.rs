@@ -697,30 +697,41 @@ impl Io {
         if tag != self.flush.tag {
             self.tags.free.push(tag);
         }
-        if let Err(status) = result {
-            self.count_failure(tag, first, status);
-        }
-        if operation == Operation::Flush {
-            return self.complete_flush(result);
+        if result.is_err() || operation == Operation::Flush {
+            return self.complete_request_slow(tag, operation, first, result);
         }
         let mut index = first;
-        while index != NIL {
+        loop {
             let slot = &mut self.in_flight[index];
             let next = slot.next;
             if let Some(user_data) = slot.plain_user_data() {
-                self.completions.push_own(user_data, result, slot.take_data());
+                self.completions.push_own(user_data, Ok(()), slot.take_data());
                 self.in_flight.remove(index);
             } else {
-                self.complete_bio(index, result);
+                self.complete_bio(index, Ok(()));
+            }
+            if next == NIL {
+                return;
             }
             index = next;
         }
     }
 
     #[cold]
-    fn count_failure(&mut self, tag: Tag, first: u32, status: Status) {
-        self.stats.failed(self.in_flight[tag].operation.into(), status);
-        self.note_failure(tag, first, status);
+    fn complete_request_slow(&mut self, tag: Tag, operation: Operation, first: u32, result: IoResult) {
+        let mut index = first;
+        if let Err(status) = result {
+            self.stats.failed(operation.into(), status);
+            self.note_failure(tag, first, status);
+        }
+        if operation == Operation::Flush {
+            return self.complete_flush(result);
+        }
+        while index != NIL {
+            let next = self.in_flight[index].next;
+            self.complete_bio(index, result);
+            index = next;
+        }
     }
 
     /// Records the failure of request `tag`, whose first bio is `first`, for the watcher.

@@ -408,6 +408,12 @@ impl Queue {
     }
 }
 
+/// The flag of a bio that is submitted in one piece: only a bio of the queue's owner can complete as a plain
+/// one (`InFlight::complete_plain`).
+fn plain_flag(completer: &Completer) -> SlotFlags {
+    if matches!(completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() }
+}
+
 /// Submission of a bio (`submit_bio_noacct` in block/blk-core.c, `blk_mq_submit_bio` in block/blk-mq.c). The
 /// bio is checked. On the fast path it becomes a request immediately; otherwise it may wait for a tag, be
 /// split, or pass through the flush machine first.
@@ -499,42 +505,18 @@ impl Queue {
             self.enter(ring.as_deref_mut());
         }
         let start_ns = if self.io.disk.settings.iostats { self.io.clock.now_ns() } else { 0 };
-        let mut outline = Outline { operation, flags, sector, sectors, start_ns };
-        let segments = if self.io.disk.fast.fits(&outline, &data) {
-            Some(1)
-        } else if let Some(segments) = self.segments_of_whole(&mut outline, &data) {
-            segments
-        } else {
+        let outline = Outline { operation, flags, sector, sectors, start_ns };
+        if !self.io.disk.fast.fits(&outline, &data) || self.io.tracer.is_some() {
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
-        };
-        // Only a bio of the queue's owner can complete as a plain one (`InFlight::complete_plain`).
-        let is_owners = matches!(*completer, Completer::Owner(_));
-        let slot_flags = slot_flags | if is_owners { SlotFlags::PLAIN } else { SlotFlags::empty() };
+        }
+        let slot_flags = slot_flags | plain_flag(&completer);
         let index = self.io.in_flight.insert(NewBio { outline, data, completer, slot_flags });
-        self.trace_queued(index);
         if !self.io.waiting.is_empty() {
             return self.queue_behind_others(index, ring);
         }
-        if !self.admit(index, &outline, segments, ring) {
-            return self.queue_or_reject(index);
-        }
-        self.trace_merge(index);
-    }
-
-    /// The number of segments of a legal bio that needs no split, but is not one buffer; `Some(None)` if they must be
-    /// counted, because empty segments and segments beyond the end of the bio do not count.
-    #[cold]
-    fn segments_of_whole(&self, outline: &mut Outline, data: &Data) -> Option<Option<u16>> {
-        let DiskView { fast, limits, .. } = &self.io.disk;
-        match data {
-            Data::Kernel(pages) => {
-                // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
-                outline.flags.insert(BioFlags::NO_MERGE);
-                let fits = limits.kernel_pages && fast.fits_memory(outline, pages.len().into());
-                fits.then_some(Some(1))
-            }
-            Data::Segments(owner) => fast.fits_segments(outline, owner.segments(), limits).then_some(None),
-            _ => None,
+        // A bio that passes `fits` has one buffer, and so one segment.
+        if !self.admit(index, &outline, Some(1), ring) {
+            self.queue_or_reject(index);
         }
     }
 
@@ -553,9 +535,26 @@ impl Queue {
         self.io.queue_or_reject(index);
     }
 
-    /// Accepts a bio that is not legal, has no data, or needs a split or a flush.
+    /// Accepts a bio that is not a legal read or write of one buffer, or that is traced.
     #[cold]
-    fn accept_slow(&mut self, bio: NewBio, ring: Option<&mut Ring>) {
+    fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
+        if self.io.disk.fast.fits(&bio.outline, &bio.data) {
+            return self.accept_piece(bio, Some(1), ring);
+        }
+        if let Data::Kernel(pages) = *bio.data {
+            // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
+            bio.outline.flags.insert(BioFlags::NO_MERGE);
+            if self.io.disk.limits.kernel_pages
+                && self.io.disk.fast.fits_memory(&bio.outline, pages.len().into())
+            {
+                return self.accept_piece(bio, Some(1), ring);
+            }
+        }
+        if let Data::Segments(owner) = &*bio.data
+            && self.io.disk.fast.fits_segments(&bio.outline, owner.segments(), &self.io.disk.limits)
+        {
+            return self.accept_piece(bio, None, ring);
+        }
         let index = self.io.in_flight.insert(bio);
         self.trace_queued(index);
         self.io.begin(index);
@@ -563,6 +562,23 @@ impl Queue {
         // The bio may have completed already. The queue leaves now, so that a freeze need not wait for its
         // next turn.
         self.leave_if_idle();
+    }
+
+    /// The rest of [`Queue::accept`] for a legal bio that needs no split, but is not one buffer, or is
+    /// traced. `segments` is its number of segments; `None`: they must be counted, because empty segments and
+    /// segments beyond the end of the bio do not count.
+    fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
+        bio.slot_flags |= plain_flag(&bio.completer);
+        let outline = bio.outline;
+        let index = self.io.in_flight.insert(bio);
+        self.trace_queued(index);
+        if !self.io.waiting.is_empty() {
+            return self.queue_behind_others(index, ring);
+        }
+        if !self.admit(index, &outline, segments, ring) {
+            return self.queue_or_reject(index);
+        }
+        self.trace_merge(index);
     }
 
     #[inline]
@@ -646,7 +662,9 @@ impl Queue {
         if self.plug.has_large_request {
             self.flush_full_plug(ring.as_deref_mut());
         }
-        self.trace(|tracer, in_flight, clock| tracer.begun(tag, &in_flight[tag], clock));
+        if self.io.tracer.is_some() {
+            self.trace_request(tag);
+        }
         if self.plug.push(tag, outline, self.io.disk.settings.merge) {
             self.flush_full_plug(ring);
         }
@@ -928,6 +946,11 @@ impl Queue {
 
     fn trace_queued(&mut self, index: u32) {
         self.trace(|tracer, in_flight, clock| tracer.queued(index, &in_flight[index], clock));
+    }
+
+    #[cold]
+    fn trace_request(&mut self, tag: Tag) {
+        self.trace(|tracer, in_flight, clock| tracer.begun(tag, &in_flight[tag], clock));
     }
 
     /// Records a merge of bio `index` into the youngest request of the plug, if it was merged there. Merges
