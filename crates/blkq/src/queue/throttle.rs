@@ -46,6 +46,7 @@ impl Waiting {
     }
 }
 
+#[derive(Default)]
 pub(super) struct QueueThrottle {
     throttle: Throttle,
     /// Whether there are limits, or requests that wait for one.
@@ -82,25 +83,8 @@ pub(super) struct QueueThrottle {
 
 impl QueueThrottle {
     pub fn new(disk: &Disk, slots: usize) -> QueueThrottle {
-        let mut throttle = QueueThrottle {
-            throttle: disk.throttle.get(),
-            is_on: false,
-            has_waiting: false,
-            counted: Counted::Each,
-            generation: u64::MAX,
-            group_sequence: None,
-            group_retry_ns: 0,
-            group_limits: RateLimits::default(),
-            pushed: 0,
-            new_flush: None,
-            meters: Vec::new(),
-            waiting: Default::default(),
-            bypassed: false,
-            closing: false,
-            since_ns: 0,
-            late_until_ns: 0,
-            released_ns: vec![0; slots],
-        };
+        let (generation, released_ns) = (u64::MAX, vec![0; slots]);
+        let mut throttle = QueueThrottle { generation, released_ns, ..QueueThrottle::default() };
         throttle.waiting.iter_mut().for_each(|waiting| waiting.tags.reserve(slots));
         throttle.refresh(disk);
         throttle

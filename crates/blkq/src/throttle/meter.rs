@@ -41,13 +41,14 @@ enum Place {
 }
 
 /// The quantity that determines the cost of a batch.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Counted {
     /// The number of its requests.
     Requests,
     /// The number of bytes that it reads or writes.
     Bytes,
     /// Each request has a cost of its own, or none.
+    #[default]
     Each,
 }
 
