@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::trace::TraceClient;
-use blkq::{BioFlags, Data, IoBuffer, IoResult, Operation, SourceContext, Status};
+use blkq::{Bio, BioFlags, Data, IoBuffer, IoResult, Operation, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
@@ -273,7 +273,7 @@ impl Requests {
             match shared.buffers.take(length as u32, cx.registrar()) {
                 Some(buffer) => {
                     let bio = bio(Operation::Read, BioFlags::empty(), &range, buffer.into());
-                    shared.submit(in_flight, self.queue, bio, cx);
+                    self.submit_bio(in_flight, bio, shared, cx);
                 }
                 None => {
                     self.free(BufferPool::size(length as u32), shared);
@@ -353,7 +353,7 @@ impl Requests {
         flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
         flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
         if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.must_order() {
-            return shared.submit(in_flight, queue, bio(operation, flags, &range, data), cx);
+            return self.submit_bio(in_flight, bio(operation, flags, &range, data), shared, cx);
         }
         shared.unaligned.push(OrderedWrite {
             request: in_flight,
@@ -364,6 +364,18 @@ impl Requests {
             block,
             data,
         });
+    }
+
+    /// If the queue is full, the bio is submitted again later.
+    fn submit_bio(
+        &self,
+        request: InFlight,
+        mut bio: Bio,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        bio.user_data = shared.in_flight.insert(request);
+        shared.submissions.submit_for(cx, self.client, self.queue, bio);
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {

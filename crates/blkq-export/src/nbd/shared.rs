@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use blkq::trace::TraceClient;
-use blkq::{Bio, EngineHandle, SourceContext, SourceId, Worker};
+use blkq::{EngineHandle, SourceContext, SourceId, Worker};
 
 use crate::buffers::BufferPool;
 use crate::submissions::{Slots, Submissions};
@@ -97,12 +97,6 @@ impl EngineShared {
 
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
-    }
-
-    /// Submits `bio` for the request `in_flight`. If the queue is full, the bio is submitted again later.
-    pub fn submit(&mut self, in_flight: InFlight, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
-        bio.user_data = self.in_flight.insert(in_flight);
-        self.submissions.submit_for(cx, in_flight.client, queue, bio);
     }
 
     /// Runs a step of a TLS handshake on a worker, as a signature takes up to some milliseconds. Handshakes

@@ -128,7 +128,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
 /// The tables that are still to be written. If the flush fails, dropping this makes them dirty again.
 struct Rest<'a> {
     env: &'a Env,
-    l2: Vec<(Key, IoBuffer)>,
+    l2: Vec<(Key, Vec<u8>)>,
     l1: BTreeSet<usize>,
     table: BTreeSet<usize>,
     released: Vec<u64>,
@@ -146,12 +146,16 @@ impl Drop for Rest<'_> {
     }
 }
 
-async fn write_slices(env: &Env, slices: Vec<(Key, IoBuffer)>) -> IoResult {
+async fn write_slices(env: &Env, slices: Vec<(Key, Vec<u8>)>) -> IoResult {
     let mut result = Ok(());
     let mut slices = slices.into_iter();
     while !slices.as_slice().is_empty() {
-        let begin =
-            |(key, buffer): (Key, _)| (key, env.io.submit(env.write_op(key.offset).with_buffer(buffer)));
+        // The buffer of a small slice is much larger than the slice. Only those of one group exist.
+        let begin = |(key, content): (Key, Vec<u8>)| {
+            let mut buffer = IoBuffer::zeroed(content.len());
+            buffer.copy_from_slice(&content);
+            (key, env.io.submit(env.write_op(key.offset).with_buffer(buffer)))
+        };
         let group: Vec<_> = slices.by_ref().take(WRITES_MAX).map(begin).collect();
         for (key, running) in group {
             let written = running.await;

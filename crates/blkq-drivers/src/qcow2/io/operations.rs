@@ -52,7 +52,7 @@ pub struct Op {
     pub offset: u64,
     pub bytes: u64,
     /// The memory that is left to transfer: parts of `buffers`, or of the request with `tag`.
-    pub pieces: Vec<libc::iovec>,
+    pub(in crate::qcow2) pieces: Vec<libc::iovec>,
     pub buffers: Vec<IoBuffer>,
     tag: Option<Tag>,
     /// Direct I/O makes progress only in multiples of this number of bytes.

@@ -3,8 +3,6 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use blkq::IoBuffer;
-
 use crate::qcow2::format::header::u64_at;
 
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
@@ -150,7 +148,7 @@ impl Cache {
 
     /// Takes copies of the dirty slices of one kind, to be written. The slices are clean from now on, but are
     /// not evicted until [`Cache::written`].
-    pub fn take_dirty(&mut self, table: Table) -> Vec<(Key, IoBuffer)> {
+    pub fn take_dirty(&mut self, table: Table) -> Vec<(Key, Vec<u8>)> {
         let mut taken = Vec::new();
         if self.dirty == 0 {
             return taken;
@@ -159,9 +157,7 @@ impl Cache {
             if slot.dirty && slot.table == table {
                 (slot.dirty, slot.writing) = (false, true);
                 self.dirty -= 1;
-                let mut copy = IoBuffer::zeroed(content.len());
-                copy.copy_from_slice(content);
-                taken.push((slot.key, copy));
+                taken.push((slot.key, content.to_vec()));
             }
         }
         taken.sort_by_key(|(key, _)| key.offset);

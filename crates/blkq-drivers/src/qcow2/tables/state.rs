@@ -304,6 +304,8 @@ impl State {
         let table = table_offset(entry, bits)?.filter(|_| entry & COPIED != 0);
         let table = table.ok_or(NotReady::L2Table(at))?;
         self.check_target(table..table + (1 << bits))?;
+        // The table itself may lie beyond the end of the file, too.
+        self.writer.note_written(table + (1 << bits), bits);
         self.entry_place(position)?.ok_or(NotReady::L2Table(at))
     }
 
