@@ -141,14 +141,15 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     }
     // The previous daemon may be exiting: it releases its name before its pid file.
     let holder = String::from_utf8_lossy(&text).trim().parse::<u32>().ok();
-    let is_dying = || holder.is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
+    let state = || holder.map(ProcessState::of);
     let begin = Instant::now();
     loop {
-        // Read before the attempt, so that a process that exits in between does not count as running.
-        let waits = is_dying();
+        // Read before and after the attempt, so that a process that exits in between does not count as running.
+        let before = state();
         if lock(&file).map_err(failed)? {
             return Ok(Some(file));
         }
+        let waits = before == Some(ProcessState::Dying) || before != state();
         if !waits || begin.elapsed() > DYING_WAIT {
             return Err(refused("belongs to another running device"));
         }

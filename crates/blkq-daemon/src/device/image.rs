@@ -146,7 +146,7 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
     match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
-                DriverSpec::Image(path) => lock_holders::holders_of(claim.dir(), path, Window::of(options)),
+                DriverSpec::Image(path) => lock_holders::holders_of(claim, path, Window::of(options)),
                 _ => None,
             };
             let place = holders.as_ref().map(|holders| format!(" {}", holders.text)).unwrap_or_default();

@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use blkq_protocol::info::{FileId, StateFile, Window};
-use blkq_protocol::state::{Found, ProcessState, StateDir};
+use blkq_protocol::state::{Claim, Found, ProcessState, StateDir};
 
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
@@ -17,14 +17,16 @@ pub struct Holders {
 }
 
 /// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see.
-pub fn holders_of(dir: &StateDir, path: &Path, window: Window) -> Option<Holders> {
+pub fn holders_of(claim: &Claim, path: &Path, window: Window) -> Option<Holders> {
     let file = FileId::of(path);
     let holders = holders(numbers("/proc"), path, window);
+    let dir = claim.dir();
     let states = states(dir).into_iter().filter(|state| match holders.is_empty() {
         // The kernel hides the locks of other users' processes. Then a recorded device that has a daemon is assumed to
         // be the holder.
         true => {
             file.is_some()
+                && state.name != claim.name()
                 && FileId::of(state.image_path()) == file
                 && matches!(dir.inspect(&state.name), Ok(Found::Busy(_)))
         }

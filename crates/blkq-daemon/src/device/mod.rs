@@ -23,7 +23,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use blkq::sync::lock;
 use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
@@ -72,6 +72,8 @@ pub struct Device {
     has_block_device: AtomicBool,
     tracing: Tracing,
     running: Mutex<Option<Arc<Running>>>,
+    /// Whose statistics are reported also while it stops, which may take long.
+    counted: Weak<Running>,
 }
 
 impl Device {
@@ -81,7 +83,7 @@ impl Device {
 
     /// `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
-        Some(self.running().ok()?.statistics())
+        Some(self.counted.upgrade()?.statistics())
     }
 
     /// Confines this thread and the threads that it creates from now on, unless the user disabled the
@@ -338,7 +340,8 @@ impl Device {
     pub fn set_bitmap_file(&self, file: File, permit: Permit) -> Outcome {
         let running = self.running()?;
         let _changing = running.changes.begin(permit)?;
-        Ok(running.disk.set_bitmap_file(file)?)
+        // The device may have begun to stop meanwhile, and has then saved its bitmaps.
+        Ok(self.running()?.disk.set_bitmap_file(file)?)
     }
 
     /// Atomic: no I/O is in flight during the change. Fails if the device cannot have such a bitmap, has no

@@ -253,6 +253,7 @@ impl Plan<'_> {
             partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
             flushes_ignored: options.unsafe_flush_ignore,
         };
+        let running = Arc::new(running);
         Ok(Device {
             settings: LiveSettings::new(settings, options.autoclear, threads),
             attached,
@@ -262,7 +263,8 @@ impl Plan<'_> {
             confinement: Confinement::default(),
             has_block_device: AtomicBool::new(block_device.is_some()),
             tracing: Tracing::default(),
-            running: Mutex::new(Some(Arc::new(running))),
+            counted: Arc::downgrade(&running),
+            running: Mutex::new(Some(running)),
         })
     }
 }

@@ -62,11 +62,14 @@ impl StateDir {
     fn take_when_free(&self, name: &str, taker: Taker<'_>) -> Outcome<Attempt> {
         let (begin, has_other_names) = (Instant::now(), matches!(taker, Taker::AnyName(_)));
         loop {
-            // Read before the attempt, so that a process that exits in between does not count as running.
+            // Read before and after the attempt, so that a process that exits in between does not count as running.
             let holder = self.holder(name).map(ProcessState::of);
             let attempt = Claim::take(self, name, taker)?;
             if !matches!(attempt, Attempt::Locked) {
                 return Ok(attempt);
+            }
+            if self.holder(name).map(ProcessState::of) != holder && begin.elapsed() < DYING_WAIT {
+                continue;
             }
             // A daemon that is running but hung lets the connection time out. Its name is in use.
             let is_served = || match self.connect(name, CONNECT_TIMEOUT) {
@@ -230,14 +233,14 @@ impl Claim {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
                 Err(e) => return Err(failure(e.into())),
             }
-            // Only the next daemon may claim a device that is being handed over.
-            if !matches!(taker, Taker::Successor) && StateDir::is_reserved(&lock) {
-                return Ok(Attempt::OfAnother);
-            }
             // The previous owner may have removed the file after this process opened it and before it got the
             // lock. Then the lock protects nothing: open the new file.
             if lock.metadata().map_err(failure)?.nlink() == 0 {
                 continue;
+            }
+            // Only the next daemon may claim a device that is being handed over.
+            if !matches!(taker, Taker::Successor) && StateDir::is_reserved(&lock) {
+                return Ok(Attempt::OfAnother);
             }
             let state = dir.read_state(name);
             if let (Taker::AnyName(options), Some(state)) = (taker, &state)
@@ -270,8 +273,9 @@ impl Claim {
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, before, lock };
             let pid = format!("{}\n", std::process::id());
-            let written = claim.lock.set_len(0).and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0));
-            written.and_then(|()| lock_byte(&claim.lock, OWNER_BYTE)).map_err(failure)?;
+            // In this order, a file that names this process is locked.
+            let locked = claim.lock.set_len(0).and_then(|()| lock_byte(&claim.lock, OWNER_BYTE));
+            locked.and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0)).map_err(failure)?;
             return Ok(match orphan {
                 Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
                 None => Attempt::Claim(Box::new(claim)),

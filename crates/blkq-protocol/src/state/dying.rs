@@ -15,7 +15,8 @@ pub enum ProcessState {
     Running,
     /// Stopped by a signal. A process that a debugger has stopped counts as running.
     Stopped,
-    /// Its main thread is exiting, or has exited before the others, or SIGKILL is pending. The kernel may not have closed its files yet.
+    /// Its main thread is exiting, or has exited before the others, or SIGKILL is pending. The kernel may not have closed
+    /// its files yet.
     Dying,
     /// There is no such process, or only a zombie without other threads: it has no open files, no matter how late its
     /// parent waits for it.

@@ -322,7 +322,7 @@ impl StateDir {
             let Some(file) = if_exists(File::open(&path))? else { return Ok(None) };
             flock(&file, FlockOperation::LockExclusive)?;
             // The previous holder of the lock may have replaced the file. Then lock the new one.
-            if file.metadata()?.nlink() > 0 {
+            if FileId::of(&path) == Some(FileId::from(&file.metadata()?)) {
                 return Ok(Some(file));
             }
         }

@@ -1,10 +1,10 @@
 //! Inspects a device whose daemon does not answer. Nothing is changed, and no lock is taken: a command that
 //! only reads must not block others that claim the name.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
@@ -137,7 +137,7 @@ impl StateDir {
         let path = self.file(name, ".lock");
         let failed = |e: io::Error| Failure::new(format!("cannot read {}: {e}", path.display()));
         while let Some(lock) = if_exists(File::open(&path)).map_err(failed)? {
-            if let Some(owner) = Owner::of(&lock).map_err(failed)? {
+            if let Some(owner) = Owner::of(&lock, &path).map_err(failed)? {
                 return Ok(Some(owner));
             }
         }
@@ -155,18 +155,37 @@ enum Owner {
 impl Owner {
     /// Returns `None` if the lock file has been removed since it was opened: a daemon that is detached removes the file
     /// before it exits.
-    fn of(lock: &File) -> io::Result<Option<Owner>> {
-        let is_locked = is_byte_locked(lock, OWNER_BYTE);
+    fn of(lock: &File, path: &Path) -> io::Result<Option<Owner>> {
         let mut text = [0; 16];
         let length = lock.read_at(&mut text, 0)?;
         let pid = String::from_utf8_lossy(&text[..length]).trim().parse().ok();
-        // A killed process holds the lock until its I/O in flight has completed.
-        let is_killed = || pid.is_some_and(|pid| ProcessState::of(pid) == ProcessState::Dying);
+        // The owner locks the byte before it writes its number, so the number must be read first.
+        let is_locked = is_byte_locked(lock, OWNER_BYTE);
+        let state = pid.map(ProcessState::of);
+        // A killed process holds the lock until its I/O in flight has completed. An owner of an older version does not
+        // lock the byte.
+        let is_running = match state {
+            Some(ProcessState::Dying) => false,
+            Some(ProcessState::Running | ProcessState::Stopped) => {
+                is_locked || pid.is_some_and(|pid| has_open(pid, path))
+            }
+            Some(ProcessState::Exited) | None => is_locked,
+        };
         // The owner of an empty file has not locked the byte yet.
-        if length == 0 || is_locked && !is_killed() {
+        if length == 0 || is_running {
             return Ok(Some(Owner::Running(pid)));
         }
         Ok((lock.metadata()?.nlink() > 0).then_some(Owner::Exited(pid)))
+    }
+}
+
+/// Whether the process has `path` open. True if this process is not permitted to find out.
+fn has_open(process: u32, path: &Path) -> bool {
+    // The kernel reports paths without symbolic links, and the state directory may be reached through one.
+    let path = path.canonicalize().unwrap_or_default();
+    match fs::read_dir(format!("/proc/{process}/fd")) {
+        Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
+        Err(e) => e.kind() == io::ErrorKind::PermissionDenied,
     }
 }
 
@@ -231,11 +250,12 @@ mod tests {
     fn a_daemon_that_exits_cleanly_meanwhile_did_not_die() {
         let dir = scratch("exits-cleanly");
         let claim = dir.claim("a").unwrap();
-        let lock = File::open(dir.file("a", ".lock")).unwrap();
+        let path = dir.file("a", ".lock");
+        let lock = File::open(&path).unwrap();
         let own = std::process::id();
-        assert!(matches!(Owner::of(&lock), Ok(Some(Owner::Running(Some(pid)))) if pid == own));
+        assert!(matches!(Owner::of(&lock, &path), Ok(Some(Owner::Running(Some(pid)))) if pid == own));
         drop(claim);
-        assert!(matches!(Owner::of(&lock), Ok(None)));
+        assert!(matches!(Owner::of(&lock, &path), Ok(None)));
         assert!(matches!(dir.owner("a"), Ok(None)));
 
         fs::write(dir.file("a", ".lock"), "8\n").unwrap();

@@ -13,8 +13,7 @@ use crate::system::record_lock::{is_byte_locked, lock_byte};
 const UPGRADE_BYTE: usize = 0;
 /// The byte that is locked as well if only the next daemon may claim the name.
 const RESERVED_BYTE: usize = 1;
-/// The byte that is locked as long as the name is claimed. Older versions do not lock it: while a daemon of an older
-/// version starts or stops, its device looks as if the daemon had died.
+/// The byte that is locked as long as the name is claimed. Older versions do not lock it.
 pub(super) const OWNER_BYTE: usize = 2;
 
 impl StateDir {
