@@ -49,7 +49,7 @@ pub(crate) struct BioSlot {
     pub sectors: u64,
     /// The time when the bio was accepted, in nanoseconds of the queue's clock; 0 while statistics are off.
     pub start_ns: u64,
-    /// The next bio of the same request or waiting list.
+    /// The next bio of the same request.
     pub next: u32,
     /// The bio of which this one is a part, or [`NIL`].
     pub parent: u32,
@@ -482,7 +482,8 @@ impl InFlight {
 
     /// Takes the completers of all bios in flight, in order to fail them; each with the operation of the bio
     /// if that has an allocation of the request gate. Leaks the memory of the bios, because the kernel may still use
-    /// it. No request counts as in flight afterwards, but [`InFlight::tags`] still returns them.
+    /// it. No request counts as in flight afterwards, but [`InFlight::tags`] still returns them;
+    /// [`InFlight::bio_count`] must no longer be called.
     pub fn leak(&mut self) -> Vec<(Completer, Option<Operation>)> {
         let in_use = self.bios.iter_mut().filter(|slot| slot.completer_kind != CompleterKind::None);
         let completers = in_use.map(|slot| {

@@ -239,9 +239,8 @@ impl Dispatch {
     }
 
     /// Whether the queue has prepaid for all of `batch`, on [`DispatchPath::Limited`]. If so, `batch` is
-    /// charged and may be issued directly. `data_sectors` is the plug's
-    /// `data_sectors`. Out of line, so that it costs queues without
-    /// limits nothing.
+    /// charged and may be issued directly. `data_sectors` are those of the plug. Out of line, so that it costs queues
+    /// without limits nothing.
     #[inline(never)]
     pub fn pay_limits(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
         if self.sees_completions {

@@ -26,7 +26,7 @@ pub(super) struct Hold {
     write_count: usize,
     /// How many resumes of the disk this queue has applied: reissues, failures.
     pub resumed: (u64, u64),
-    /// The owner of the queue is stopping, so no request is held.
+    /// The owner of the queue is stopping, so no request is held, and no staged bio is pulled.
     pub closing: bool,
 }
 

@@ -262,6 +262,7 @@ impl Io {
         // counted.
         for _ in 0..self.waiting.len() {
             let Some((index, is_counted)) = self.waiting.pop_front() else { break };
+            debug_assert!(self.may_wait(index), "a bio that must not wait would be put before the others");
             let others = self.waiting.len();
             match self.check(index) {
                 Ok(()) => {

@@ -21,8 +21,8 @@ impl Rounds {
 
     /// Must be called before the first round of `dispatch_all`.
     pub fn begin(&mut self) {
-        // Most turns have one round and need no clock reading. After a turn that was cut short, the clock
-        // starts immediately.
+        // Most turns have one round and need no clock reading. After a turn that was cut short, this call starts
+        // the clock immediately.
         if std::mem::take(&mut self.is_cut_short) {
             self.is_over();
         }

@@ -10,7 +10,7 @@ use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 pub(super) struct TagCache {
     /// Free tags that no other queue can take. With a shared set, only tags that were just freed. The last
     /// tag freed is the first one reused, because its request is most likely cached by the processor. After
-    /// tags are added here, [`TagCache::share_freed`] must be called.
+    /// tags of completed requests are added here, [`TagCache::share_freed`] must be called.
     pub free: Vec<Tag>,
     shared: Option<SharedTags>,
 }
