@@ -265,7 +265,7 @@ fn a_file_that_is_attached_is_applied() {
     for text in [
         "image = \"ram:1M\"\nexport = \"nbd\"\ndirect-io = \"auto\"\ndispatch = \"concurrent\"\n".to_owned(),
         format!(
-            "image = \"{image}\"\nexport = \"vhost-user-blk\"\ndirect-io = \"off\"\nno-pacing = true\n\
+            "image = \"{image}\"\nexport = \"vhost-user-blk\"\ndirect-io = \"off\"\nno-pacing = true\nno-split-reads = true\n\
              fault = \"delay=1ms\"\nlimit = \"auto\"\nhang-warning = 0.3\nread-only = true\ndepth = 10240\n"
         ),
     ] {

@@ -53,7 +53,7 @@ impl Drop for Place {
 
 /// Values of options, in a file and on the command line. Each option accepts one of these, or has names for
 /// its values.
-const SAMPLES: [(&str, &str); 8] = [
+const SAMPLES: [(&str, &str); 9] = [
     ("\"660\"", "660"),
     ("\"/d.img\"", "/d.img"),
     ("0x2", "2"),
@@ -62,6 +62,7 @@ const SAMPLES: [(&str, &str); 8] = [
     ("\"unix:/m\"", "unix:/m"),
     ("\"delay=1ms\"", "delay=1ms"),
     ("\"iops=1000\"", "iops=1000"),
+    ("\"huge-pages,split-reads\"", "huge-pages,split-reads"),
 ];
 
 #[test]
