@@ -16,7 +16,9 @@ use blkq::text::shell_word;
 use blkq_drivers::DriverSpec;
 use blkq_protocol::daemon::{Obstacle, Serve};
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::options::{AttachOptions, Export, Format, Key, SettingGroups, image_text};
+use blkq_protocol::options::{
+    AttachOptions, Export, Format, Key, SettingGroups, image_text, is_earlier_option,
+};
 use blkq_protocol::state::check_name;
 use blkq_protocol::system::if_exists;
 use clap::parser::ValueSource;
@@ -99,7 +101,8 @@ impl ConfigFile {
             // false` means merge=on.
             let is_on = key.words.is_empty() == inverse.is_some();
             let value = key.value().unwrap_or_else(|| if is_on { "on" } else { "off" }.to_owned());
-            (name != Key::Group.row().name && groups.has(name)).then(|| (name.to_owned(), value))
+            let is_setting = groups.has(name) || is_earlier_option(&key.key);
+            (name != Key::Group.row().name && is_setting).then(|| (name.to_owned(), value))
         };
         self.keys.iter().filter_map(setting).collect()
     }

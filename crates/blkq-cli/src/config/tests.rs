@@ -117,10 +117,11 @@ fn keys_that_can_be_changed_live_become_settings() {
     let settings = place.settings();
     let expected = [("depth", "3"), ("merge", "off"), ("read-only", "on"), ("autoclear", "off")];
     assert_eq!(settings, expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
-    let text = "image = \"null:1M\"\nread-only = false\nno-merge = false\ndirect-io = \"auto\"\n";
+    let text = "image = \"null:1M\"\nread-only = false\nno-merge = false\ndirect-io = \"auto\"\nno-split-reads = true\n";
     let place = Place::new("config-unset", text);
     let settings = place.settings();
-    let expected = [("read-only", "off"), ("merge", "on")];
+    // The daemon translates the switches of earlier versions.
+    let expected = [("read-only", "off"), ("merge", "on"), ("split-reads", "off")];
     assert_eq!(settings, expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
 }
 
