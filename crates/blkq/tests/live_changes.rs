@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{self, Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
+use crate::common::{
+    self, Behaviour, Device, DeviceSetting, Finish, Scattered, drain, filled, plain_limits, run,
+};
 use blkq::drivers::ram::Ram;
 use blkq::testing::{assert_stays, within_limit};
 use blkq::{
@@ -158,6 +160,33 @@ fn parts_that_wait_for_a_tag_outlive_a_change() {
     assert!(drain(&mut queue).into_iter().all(|completion| completion.result == Ok(())));
     device.assert_legal();
     assert!(device.state().current[..want.len()] == want);
+}
+
+// Contract: declared
+#[test]
+fn a_waiting_part_is_split_by_the_segments_of_its_own_range() {
+    within_limit(|| {
+        // The first part has one segment, the others have eight.
+        let bytes: Vec<u8> = (0..1 << 20).map(|index| (index / 512) as u8).collect();
+        let cuts = [&[4096][..], &[512; 2040]].concat();
+        loop {
+            let limits = blkq::QueueLimits { max_request_bytes: 4096, ..plain_limits() };
+            let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+            let disk = device.builder().depth(1).build().unwrap();
+            let mut queue = disk.open_queue(0).unwrap();
+            let data = Scattered::data(&bytes, &cuts, 512, 0);
+            queue.submit(Bio { data, ..Bio::write(Sector(0), filled(bytes.len(), 0), 1) }).unwrap();
+            change(&mut queue, &disk, |disk| disk.set_driver(&DeviceSetting::MaxSegments(4)).unwrap());
+            assert!(drain(&mut queue).into_iter().all(|completion| completion.result == Ok(())));
+            device.assert_legal();
+            assert!(device.state().current == bytes);
+            // Some parts must have been issued before the change, and some after it.
+            let has = |segments| device.log().iter().any(|seen| seen.segments == segments);
+            if has(8) && has(4) {
+                break;
+            }
+        }
+    });
 }
 
 #[test]
