@@ -163,11 +163,11 @@ impl Owner {
         let is_locked = is_byte_locked(lock, OWNER_BYTE);
         let state = pid.map(ProcessState::of);
         // A killed process holds the lock until its I/O in flight has completed. An owner of an older version does not
-        // lock the byte.
+        // lock the byte, but keeps the file open, as this process does here.
         let is_running = match state {
             Some(ProcessState::Dying) => false,
             Some(ProcessState::Running | ProcessState::Stopped) => {
-                is_locked || pid.is_some_and(|pid| has_open(pid, path))
+                is_locked || pid.is_some_and(|pid| pid != std::process::id() && has_open(pid, path))
             }
             Some(ProcessState::Exited) | None => is_locked,
         };
