@@ -448,12 +448,17 @@ impl Device {
         Commit::begin(&self.running()?, files, number, client, stop)?.run(last, save)
     }
 
-    /// As [`Running::close`].
+    /// Unless `force` is set, fails if the device is in use; the error names the clients or processes, and the device
+    /// keeps running. With `force`, clients are disconnected. After success there are no clients, no sockets and no
+    /// block device.
     pub fn close(&self, force: bool) -> Outcome {
         self.running()?.close(force, || self.has_block_device.store(false, SeqCst))
     }
 
-    /// As [`Running::leave`].
+    /// Closes everything except the block device, or the record of requests in flight that the vhost-user front end
+    /// has. After this process has exited, the next daemon reissues the I/O in flight. Fails if another daemon could
+    /// not continue the device; the device keeps running. Also fails if the last writes cannot be made durable; then
+    /// this daemon keeps the device, but without clients.
     pub fn leave(&self) -> Outcome {
         self.running()?.leave()
     }

@@ -221,9 +221,7 @@ impl Running {
         }
     }
 
-    /// Unless `force` is set, fails if the device is in use; the error names the clients or processes, and
-    /// the device keeps running. With `force`, clients are disconnected. After success there are no clients,
-    /// no sockets and no block device. Calls `removed_block_device` when the kernel has removed the block device.
+    /// As `Device::close`. Calls `removed_block_device` when the kernel has removed the block device.
     pub(super) fn close(&self, force: bool, removed_block_device: impl FnOnce()) -> Outcome {
         // Held requests must fail first: clients that are disconnected wait for them.
         let _reporting = force.then(|| self.disk.report_errors());
@@ -251,11 +249,7 @@ impl Running {
         Ok(())
     }
 
-    /// Closes everything except the block device, or the record of requests in flight that the vhost-user front end
-    /// has. After this process has exited, the next daemon reissues the I/O in flight. Fails if another daemon could
-    /// not continue the device; the device keeps running.
-    /// Also fails if the last writes cannot be made durable; then this daemon keeps the device, but without
-    /// clients.
+    /// As `Device::leave`.
     pub(super) fn leave(self: &Arc<Running>) -> Outcome {
         let ublk = self.ublk.as_ref();
         // The virtual machine of a device that is not a block device will connect to the next daemon.
