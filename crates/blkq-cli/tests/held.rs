@@ -40,12 +40,15 @@ fn clients_wait_for_room_and_see_no_error() {
     for words in [
         &["detach", "a"][..],
         &["set", "a", "merge=off"],
+        &["set", "a", "without=early-submission"],
         &["set", "a", "read-only=on"],
         &["resize", "a", "2M"],
     ] {
         let line = place.refused(words);
         assert!(line.contains("1 request is held after I/O errors") && line.contains(hint), "{line}");
     }
+    // These mechanisms can be switched while I/O is in flight.
+    place.done(&["set", "a", "without=huge-pages,receive-backoff,split-reads"]);
     let list = place.done(&["list", "--no-headings", "-o", "NAME,MODE"]);
     assert_eq!(list.split_whitespace().collect::<Vec<_>>(), ["a", "rw,held"]);
     assert!(place.done(&["show", "a"]).contains("1 request, after I/O errors; run `blkq resume a`"));

@@ -175,7 +175,11 @@ pub(super) fn apply(
         }
         Setting::Without(without) => of_device(&|_, running| {
             let on = |mechanism| !without.includes(mechanism);
-            of_disk(blkq::Setting::EarlySubmission(on(Mechanism::EarlySubmission)))?;
+            // Only this change waits for the I/O in flight, which may be held or hang.
+            let early_submission = on(Mechanism::EarlySubmission);
+            if disk.settings().early_submission != early_submission {
+                of_disk(blkq::Setting::EarlySubmission(early_submission))?;
+            }
             blkq::set_huge_pages(on(Mechanism::HugePages));
             let NbdSwitches { receive_backoff, split_reads } = &*running.servers.switches;
             receive_backoff.store(on(Mechanism::ReceiveBackoff), Relaxed);
