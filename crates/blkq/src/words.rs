@@ -31,7 +31,7 @@ impl MappedWords {
         Ok(MappedWords { first, len })
     }
 
-    /// All words.
+    /// Returns the words. They may change at any time, because other processes may map the file.
     #[inline]
     pub fn all(&self) -> &[AtomicU64] {
         // SAFETY: `len` words are mapped while this value exists, as `map` demands, and pages are aligned.

@@ -23,7 +23,7 @@ pub struct Io {
     pub operation: Operation,
     /// Size in bytes: the larger of its largest bio and its largest request.
     pub bytes: u32,
-    /// Its own, and those of the I/Os that were merged into it.
+    /// The decision on this I/O, and those on the I/Os that were merged into it.
     decisions: Vec<Decision>,
     /// Number of requests, and of bios without a request, that have not completed.
     open: u32,

@@ -49,7 +49,7 @@ impl Drop for Commit<'_> {
 }
 
 impl<'a> Commit<'a> {
-    /// Begins what `Device::commit` does.
+    /// Begins a commit of the active overlay into `files`, as `Device::commit` describes it.
     pub(super) fn begin(
         running: &'a Arc<Running>,
         files: BaseFiles,

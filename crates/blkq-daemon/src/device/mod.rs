@@ -72,7 +72,7 @@ pub struct Device {
     has_block_device: AtomicBool,
     tracing: Tracing,
     running: Mutex<Option<Arc<Running>>>,
-    /// Whose statistics are reported also while it stops, which may take long.
+    /// The value in `running`, whose statistics are also reported while the device stops, which may take long.
     counted: Weak<Running>,
 }
 

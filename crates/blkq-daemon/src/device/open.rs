@@ -121,7 +121,7 @@ pub(super) struct Plan<'a> {
     pub(super) options: AttachOptions,
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
-    /// Has the size of the device if it is taken over.
+    /// Contains the size of the device if the block device is taken over.
     pub(super) opening: Opening,
     pub(super) served: Served,
     /// The block device that is taken over or will be created.

@@ -212,7 +212,7 @@ impl Running {
         Ok(())
     }
 
-    /// After the image was replaced.
+    /// Logs a queue that broke when the image was replaced.
     pub(super) fn log_broken(self: &Arc<Running>) {
         // When the flush completes, every queue has switched to the new driver.
         let flushed = self.flush_unless_held();

@@ -235,7 +235,7 @@ pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
     let _ = stream.write_all(reply);
 }
 
-/// Has several steps, because several devices may be stopped at the same moment. If the client closes the connection
+/// A snapshot has several steps, because several devices may be stopped at the same moment. If the client closes the connection
 /// before the last step, or after a failure, the device continues with its image.
 fn snapshot(
     shared: &Shared,

@@ -79,7 +79,7 @@ impl Serve for Daemon {
         control.set_nonblocking(true).map_err(system("create the control socket"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
         let (sender, stopped) = channel();
-        // The confined process can no longer ask.
+        // The confined process may not call geteuid(2).
         let owner = geteuid();
         // The device had a daemon before, and its clients wait for the next one, which finds it by its files.
         let has_files = claim.is_kept();

@@ -862,7 +862,7 @@ impl Queue {
             Some(Resume::Reissue) => self.hold.reissue(&mut self.io, &mut self.dispatch),
             None => return,
         }
-        // After the resume was applied and counted.
+        // The resume must have been applied and counted before: commands wait for this.
         self.io.disk.disk.hold.follow(self.io.disk.index, self.hold.resumed);
     }
 
