@@ -396,9 +396,7 @@ mod tests {
         let first = Record::new(&options(&["/first"])).unwrap();
         let image = claim.write_options("/first", &first, None).unwrap();
         let serve = |image| {
-            claim
-                .write_state(&DaemonState { pid: 1, image, exports: Vec::new(), settings: Vec::new() })
-                .unwrap()
+            claim.write_state(&DaemonState { pid: 1, number: image, ..DaemonState::default() }).unwrap()
         };
         serve(image);
         let wanted = Wanted { current: Some(image), ..wanted(&dir, "a") };

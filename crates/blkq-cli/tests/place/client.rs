@@ -142,7 +142,7 @@ pub fn state(place: &Place, file: &str) -> serde_json::Value {
 
 /// The image that the next daemon of the device would serve.
 pub fn kept_image(place: &Place, name: &str) -> String {
-    let number = &state(place, &format!("{name}.json"))["image"];
+    let number = &state(place, &format!("{name}.json"))["number"];
     let options = state(place, &format!("{name}.options"));
     let image = options["images"].as_array().unwrap().iter().find(|image| image["number"] == *number);
     image.unwrap()["path"].as_str().unwrap().to_owned()

@@ -77,7 +77,7 @@ impl<'a> Commit<'a> {
     pub(super) fn run<G>(
         mut self,
         last: impl Fn() -> Outcome<Option<G>>,
-        save: impl FnOnce() -> Outcome,
+        save: impl FnOnce(&Served) -> Outcome,
     ) -> Outcome<Committed> {
         let running = self.running;
         self.commit.count(self.stop)?;
@@ -100,7 +100,7 @@ impl<'a> Commit<'a> {
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (self.next.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*self.top);
-            running.replace(&exchange, commit.finish(save)?.into())?;
+            running.replace(&exchange, commit.finish(|| save(&self.next))?.into())?;
             *lock(&running.served) = self.next.clone();
             drop(exchange);
             // The locks are released before the flush below, which may take long or hang: a forced stop must

@@ -171,12 +171,15 @@ impl Device {
     /// Fails if the device has stopped.
     pub fn state(&self) -> Outcome<DaemonState> {
         let running = self.running()?;
-        Ok(DaemonState {
-            pid: std::process::id(),
-            image: lock(&running.served).number,
-            exports: running.exports(),
-            settings: self.settings.saved.changed(),
-        })
+        let served = lock(&running.served).clone();
+        Ok(self.state_with(&running, &served))
+    }
+
+    /// The state of the device when it serves the image `served`.
+    fn state_with(&self, running: &Running, served: &Served) -> DaemonState {
+        let ublk = running.ublk.as_ref().map(UblkDevice::identity);
+        let state = served.state(running.disk.name(), ublk, self.settings.saved.changed());
+        DaemonState { exports: running.exports(), ..state }
     }
 
     /// Returns the new size in bytes. Unless `force` is set, a device in use cannot shrink. `user` is a user
@@ -399,7 +402,7 @@ impl Device {
         // This serializes changes: the state file gets the current settings, and no block commit begins.
         let _changing = running.changes.begin(&|| Ok(()))?;
         running.changes.check_no_commit()?;
-        let state = DaemonState { image: number, ..self.state()? };
+        let state = self.state_with(&running, &served);
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
         let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
@@ -444,7 +447,8 @@ impl Device {
         last: impl Fn() -> Outcome<Option<G>>,
         save: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Committed> {
-        let save = || save(&DaemonState { image: number, ..self.state()? });
+        // Fails if the device has stopped meanwhile.
+        let save = |next: &Served| save(&self.state_with(&*self.running()?, next));
         Commit::begin(&self.running()?, files, number, client, stop)?.run(last, save)
     }
 

@@ -16,7 +16,7 @@ use blkq_export::nbd::TlsOptions;
 use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::{self, Joined};
-use blkq_protocol::info::{Confinement, DaemonState, StateFile};
+use blkq_protocol::info::{Confinement, StateFile};
 use blkq_protocol::options::{AttachOptions, Export, Mechanism, Record, with_write_access};
 use blkq_protocol::state::{Claim, DYING_WAIT, StateDir};
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -187,8 +187,8 @@ impl Plan<'_> {
         };
         let (servers, of_servers) = Servers::start(options, sockets, context)?;
         warnings.extend(of_servers);
-        let number = served.number;
         served.image = image;
+        let starting = served.state(disk.name(), block_device, settings.changed());
         let hangs = HangWatch::new(disk.clone(), handles.clone(), options.hang_warning);
         let mut running = Running {
             servers,
@@ -216,12 +216,7 @@ impl Plan<'_> {
                 false => {
                     // The state file is written before the block device is created, so that a block device never
                     // exists without one, even if this daemon is killed.
-                    claim.write_state(&DaemonState {
-                        pid: std::process::id(),
-                        image: number,
-                        exports: Vec::new(),
-                        settings: settings.changed(),
-                    })?;
+                    claim.write_state(&starting)?;
                     let (setup, users) = children;
                     let options = UblkOptions {
                         identity,

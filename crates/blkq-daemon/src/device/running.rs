@@ -11,11 +11,12 @@ use blkq::{Disk, Driver, EngineThread, StatsSnapshot};
 use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{Image, Opened};
 use blkq_export::nbd::{NbdCounters, NbdServer};
-use blkq_export::ublk::{Claimed, UblkDevice};
+use blkq_export::ublk::{Claimed, Identity, UblkDevice};
 use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
+use blkq_protocol::info::{BlockDevice, DaemonState, OlderState};
 use blkq_protocol::options::Record;
 
 use super::changes::Changes;
@@ -40,6 +41,21 @@ pub(super) struct Served {
     /// The number of the image in `NAME.options`.
     pub(super) number: u64,
     pub(super) attach_options: Option<Record>,
+}
+
+impl Served {
+    /// The state of the device `name` without exports, with the block device `ublk` and changed `settings`.
+    pub(super) fn state(
+        &self,
+        name: &str,
+        ublk: Option<Identity>,
+        settings: Vec<(String, String)>,
+    ) -> DaemonState {
+        let Served { image, number, attach_options } = self.clone();
+        let ublk = ublk.map(BlockDevice::new);
+        let older = OlderState { name: name.to_owned(), image, attach_options, ublk };
+        DaemonState { pid: std::process::id(), number, exports: Vec::new(), settings, older }
+    }
 }
 
 /// The parts of a device that exist while it is served, in the order in which they must stop: fields are

@@ -89,15 +89,28 @@ pub struct CommitInfo {
 
 /// The part of a device's state that its daemon writes (`NAME.json`). A compromised engine can write it, too,
 /// so nothing in it may give the next daemon a privilege.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct DaemonState {
     pub pid: u32,
     /// The number of the served image in `NAME.options`.
-    pub image: u64,
+    pub number: u64,
     pub exports: Vec<String>,
     /// The settings that were changed since the device was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
+    /// Only written: with it, the file is a [`StateFile`] for versions that do not know `NAME.options`, so that their
+    /// `blkq upgrade` can take over the device.
+    #[serde(flatten, skip_deserializing)]
+    pub older: OlderState,
+}
+
+/// How versions that do not know `NAME.options` find the device.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct OlderState {
+    pub name: String,
+    pub image: String,
+    pub attach_options: Option<Record>,
+    pub ublk: Option<BlockDevice>,
 }
 
 /// The state of a device whose daemon does not run, for commands. Combined from [`DaemonState`] and

@@ -492,7 +492,7 @@ mod tests {
         let mut claim = dir.claim("a").unwrap();
         let number = claim.write_options(&image, &Record::new(&guest).unwrap(), None).unwrap();
         let settings = vec![("read-only".to_owned(), "off".to_owned())];
-        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings };
+        let state = DaemonState { pid: 1, number, settings, ..DaemonState::default() };
         claim.write_state(&state).unwrap();
         claim.keep(true);
         drop(claim);
@@ -539,7 +539,7 @@ mod tests {
         let guest = attached(&["--ceph-conf", "/one", "--vhost-socket", "/run/a"]);
         let mut claim = dir.claim("a").unwrap();
         let number = claim.write_options("rbd:pool/image", &Record::new(&guest).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        let state = DaemonState { pid: 1, number, ..DaemonState::default() };
         claim.write_state(&state).unwrap();
         claim.keep(true);
         drop(claim);
@@ -594,7 +594,7 @@ mod tests {
         let [one, other] = [one, other].map(|image| options(&[&image, "--export", "vhost-user-blk"]));
         let mut claim = dir.claim("d.img").unwrap();
         let number = claim.write_options("one", &Record::new(&one).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: Vec::new(), settings: Vec::new() };
+        let state = DaemonState { pid: 1, number, ..DaemonState::default() };
         claim.write_state(&state).unwrap();
         claim.keep(true);
         drop(claim);

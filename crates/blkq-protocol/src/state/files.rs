@@ -16,7 +16,8 @@
 //! one would lose its lock, and its access to the cluster, to a daemon that may have more rights than the one that
 //! wrote the file. Older versions of blkq recorded the client there; the next daemon waits until its lock expires.
 //!
-//! Older versions of blkq stored the options in `NAME.json`. A compromised daemon cannot pass its file off as
+//! Older versions of blkq stored the options in `NAME.json`, and the daemon still adds them there, because such a
+//! version can take over the device ([`DaemonState::older`]). This version does not read them. A compromised daemon cannot pass its file off as
 //! such an old one, because the two have different modes, and a confined daemon can neither change a mode nor
 //! create a file in this directory.
 
@@ -31,6 +32,7 @@ use blkq_export::ublk::Identity;
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::{Claim, OPTIONS, OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
@@ -46,7 +48,7 @@ const IMAGES_MAX: usize = 64;
 /// Maximum size of `NAME.options` in bytes, and of a `NAME.json` written by an older version.
 const OPTIONS_BYTES_MAX: u64 = 16 << 20;
 /// Maximum size of `NAME.json` in bytes.
-const STATE_BYTES_MAX: usize = 64 << 10;
+const STATE_BYTES_MAX: usize = 256 << 10;
 /// Maximum number of exports, and of settings, in a `NAME.json`.
 const LIST_MAX: usize = 64;
 /// The mode of `NAME.json`. Older versions, which stored the options there, used 0600.
@@ -148,7 +150,7 @@ impl OptionsFile {
     /// Combines the options with the `state` that the daemon wrote, if it wrote one. The result has no owner.
     pub fn with_state(self, name: &str, state: Option<DaemonState>) -> StateFile {
         let (pid, number, exports, settings) = match state {
-            Some(state) => (state.pid, Some(state.image), state.exports, state.settings),
+            Some(state) => (state.pid, Some(state.number), state.exports, state.settings),
             None => (0, None, Vec::new(), Vec::new()),
         };
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
@@ -175,7 +177,13 @@ impl OptionsFile {
 
 /// Parses a daemon's `NAME.json`. Returns `None` if the text is malformed or exceeds a limit.
 pub fn parse_daemon_state(text: &[u8]) -> Option<DaemonState> {
-    let state: DaemonState = serde_json::from_slice(text).ok()?;
+    let mut state: Value = serde_json::from_slice(text).ok()?;
+    let fields = state.as_object_mut()?;
+    // Versions that did not write `DaemonState::older` called the number `image`.
+    if let Some(image) = fields.remove("image") {
+        fields.entry("number").or_insert(image);
+    }
+    let state = DaemonState::deserialize(state).ok()?;
     let is_bounded = state.exports.len() <= LIST_MAX && state.settings.len() <= LIST_MAX;
     is_bounded.then_some(state)
 }
@@ -471,13 +479,14 @@ mod tests {
 
     use super::*;
     use crate::harness::{options, scratch};
+    use crate::info::OlderState;
 
     fn record(image: &str) -> Record {
         Record::new(&options(&[image, "--export", "vhost-user-blk"])).unwrap()
     }
 
-    fn daemon_state(image: u64) -> DaemonState {
-        DaemonState { pid: 7, image, exports: Vec::new(), settings: Vec::new() }
+    fn daemon_state(number: u64) -> DaemonState {
+        DaemonState { pid: 7, number, ..DaemonState::default() }
     }
 
     #[test]
@@ -644,6 +653,25 @@ mod tests {
             assert!(read.attach_options.is_none_or(|record| record == first), "{state}");
             assert_eq!(read.ublk, Some(BlockDevice::new(Identity { id: u32::MAX, cookie: 9 })), "{state}");
         }
+        // A file of a version that did not add the options for older ones, and the file that this one writes, as these
+        // read it.
+        claim.write_state(&json!({"pid": 7, "image": 0, "exports": [], "settings": {}})).unwrap();
+        assert_eq!(dir.read_state("a").unwrap().image, "/first");
+        let (ublk, attach_options) =
+            (Some(BlockDevice::new(Identity { id: 3, cookie: 9 })), Some(first.clone()));
+        let older = OlderState { name: "a".to_owned(), image: "/first".to_owned(), attach_options, ublk };
+        claim.write_state(&DaemonState { older: older.clone(), ..daemon_state(0) }).unwrap();
+        assert_eq!(dir.read_state("a").unwrap().attach_options.as_ref(), Some(&first));
+        let read = parse_state(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(
+            OlderState {
+                name: read.name,
+                image: read.image,
+                attach_options: read.attach_options,
+                ublk: read.ublk
+            },
+            older
+        );
         // A file of an older version, which wrote no NAME.options. A confined daemon cannot create such a
         // file.
         let old = json!({

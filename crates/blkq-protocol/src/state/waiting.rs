@@ -142,7 +142,7 @@ mod tests {
         // During a handover, no process holds a lock on the image.
         let claim = dir.claim("a").unwrap();
         let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
-        let state = DaemonState { pid: 1, image: number, exports: vec![], settings: vec![] };
+        let state = DaemonState { pid: 1, number, ..DaemonState::default() };
         claim.write_state(&state).unwrap();
         assert_eq!(dir.check_not_waiting("b", &other), Ok(()));
         let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
@@ -155,7 +155,7 @@ mod tests {
         let number = claim.write_options("other path", &record, None).unwrap();
         let mode = |value: &str| vec![("read-only".to_owned(), value.to_owned())];
         for (settings, is_free) in [(vec![], true), (mode("off"), false), (mode("on"), true)] {
-            claim.write_state(&DaemonState { pid: 1, image: number, exports: vec![], settings }).unwrap();
+            claim.write_state(&DaemonState { pid: 1, number, settings, ..DaemonState::default() }).unwrap();
             assert_eq!(dir.check_not_waiting("b", &reader).is_ok(), is_free);
         }
         drop(claim);
@@ -173,7 +173,7 @@ mod tests {
         let record = Record::new(&options(&[image, "--export", "ublk", "--size-limit", "4096"])).unwrap();
         // There is no such block device, so its size is unknown.
         let number = claim.write_options(image, &record, Some(u64::MAX)).unwrap();
-        claim.write_state(&DaemonState { pid: 1, image: number, exports: vec![], settings: vec![] }).unwrap();
+        claim.write_state(&DaemonState { pid: 1, number, ..DaemonState::default() }).unwrap();
         let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
         let after = options(&[image, "--export", "nbd", "--offset", "4096"]);
         let why = dir.check_not_waiting("b", &after).unwrap_err().to_string();
