@@ -35,7 +35,6 @@ mod shuffle;
 mod summary;
 mod tables;
 mod threads;
-mod vhost;
 
 pub use run::run;
 
