@@ -16,13 +16,26 @@ pub struct Usage {
 impl Usage {
     /// Usage of this process, including the kernel's io_uring workers, which are threads of it.
     pub fn of_self() -> Usage {
-        // SAFETY: the kernel fills the structure in; RUSAGE_SELF always exists.
+        Usage::read(libc::RUSAGE_SELF)
+    }
+
+    /// Total usage of the child processes that have been waited for.
+    pub fn of_children() -> Usage {
+        Usage::read(libc::RUSAGE_CHILDREN)
+    }
+
+    fn read(who: libc::c_int) -> Usage {
+        // SAFETY: the kernel fills the structure in; it knows RUSAGE_SELF and RUSAGE_CHILDREN.
         let usage = unsafe {
             let mut usage: libc::rusage = std::mem::zeroed();
-            libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+            libc::getrusage(who, &raw mut usage);
             usage
         };
-        Usage::from(usage)
+        let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+        Usage {
+            cpu: time(usage.ru_utime) + time(usage.ru_stime),
+            context_switches: (usage.ru_nvcsw + usage.ru_nivcsw) as u64,
+        }
     }
 
     /// Usage of process `pid`. The processor time includes threads that have exited; the context switches do
@@ -47,16 +60,6 @@ impl Usage {
         Usage {
             cpu: self.cpu.saturating_sub(earlier.cpu),
             context_switches: self.context_switches.saturating_sub(earlier.context_switches),
-        }
-    }
-}
-
-impl From<libc::rusage> for Usage {
-    fn from(usage: libc::rusage) -> Usage {
-        let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-        Usage {
-            cpu: time(usage.ru_utime) + time(usage.ru_stime),
-            context_switches: (usage.ru_nvcsw + usage.ru_nivcsw) as u64,
         }
     }
 }

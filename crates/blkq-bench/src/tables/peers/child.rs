@@ -5,11 +5,11 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::process::{Signal, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
 use crate::Result;
 use crate::process::Usage;
@@ -26,13 +26,11 @@ const ERRORS_BYTES_MAX: usize = 64 << 10;
 
 /// A child process. Dropping it kills the process.
 pub struct Child {
-    pub pid: i32,
+    pub process: std::process::Child,
     program: String,
     /// A memfd that receives the standard error of the process.
     errors: File,
-    /// Standard output, if the process was started with a pipe for it.
-    pub stdout: Option<ChildStdout>,
-    exited: Option<(i32, Usage)>,
+    exited: Option<(ExitStatus, Usage)>,
 }
 
 impl Child {
@@ -46,8 +44,11 @@ impl Child {
             || set_parent_process_death_signal(Some(Signal::KILL)).map_err(std::io::Error::from);
         // SAFETY: between fork and exec, the closure makes one system call and allocates no memory.
         unsafe { command.pre_exec(die_with_parent) };
-        let mut child = command.spawn()?;
-        Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), exited: None })
+        Ok(Child { process: command.spawn()?, program, errors, exited: None })
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.process.id() as i32
     }
 
     /// A message with the last line of standard error.
@@ -62,30 +63,26 @@ impl Child {
         format!("{} exited: {}", self.program, last.trim())
     }
 
-    fn poll(&mut self, block: bool) -> Option<(i32, Usage)> {
+    /// The status and the total usage of the process if it has exited. No other thread waits for a child meanwhile.
+    fn poll(&mut self) -> Option<(ExitStatus, Usage)> {
         if self.exited.is_none() {
-            let mut status = 0;
-            // SAFETY: the kernel fills both in; the process is a child that only this function waits for.
-            let (exited, usage) = unsafe {
-                let mut usage: libc::rusage = std::mem::zeroed();
-                let flags = if block { 0 } else { libc::WNOHANG };
-                (libc::wait4(self.pid, &raw mut status, flags, &raw mut usage) == self.pid, usage)
-            };
-            self.exited = exited.then(|| (status, usage.into()));
+            let before = Usage::of_children();
+            let status = self.process.try_wait().ok().flatten();
+            self.exited = status.map(|status| (status, Usage::of_children().since(before)));
         }
         self.exited
     }
 
     /// Fails with the last line of standard error if the process has exited.
     pub fn check(&mut self) -> Result {
-        self.poll(false).map_or(Ok(()), |_| Err(self.exit_message().into()))
+        self.poll().map_or(Ok(()), |_| Err(self.exit_message().into()))
     }
 
     /// Waits up to `limit` until the process exits. Returns its status and its total usage.
-    fn poll_until_exit(&mut self, limit: Duration, interval: Duration) -> Option<(i32, Usage)> {
+    fn poll_until_exit(&mut self, limit: Duration, interval: Duration) -> Option<(ExitStatus, Usage)> {
         let until = Instant::now() + limit;
         loop {
-            let exited = self.poll(false);
+            let exited = self.poll();
             if exited.is_some() || Instant::now() > until {
                 return exited;
             }
@@ -97,7 +94,7 @@ impl Child {
     /// standard error if the process fails.
     pub fn wait(mut self, limit: Duration) -> Result<Usage> {
         match self.poll_until_exit(limit, CLIENT_POLL_INTERVAL) {
-            Some((0, usage)) => Ok(usage),
+            Some((status, usage)) if status.success() => Ok(usage),
             Some(_) => Err(self.exit_message().into()),
             None => Err(format!("{} has not exited within {limit:?}", self.program).into()),
         }
@@ -106,26 +103,22 @@ impl Child {
     /// Sends SIGTERM, and SIGKILL after [`EXIT_WAIT`]. Returns the total usage, including threads that exited
     /// earlier.
     pub fn stop(mut self) -> Usage {
-        self.signal(libc::SIGTERM);
+        // Fails only if the process has exited.
+        let _ = kill_process(Pid::from_child(&self.process), Signal::TERM);
         loop {
             if let Some((_, usage)) = self.poll_until_exit(EXIT_WAIT, POLL_INTERVAL) {
                 return usage;
             }
-            self.signal(libc::SIGKILL);
+            let _ = self.process.kill();
         }
-    }
-
-    fn signal(&self, signal: i32) {
-        // SAFETY: no thread has waited for the process, so its pid cannot belong to another process.
-        unsafe { libc::kill(self.pid, signal) };
     }
 }
 
 impl Drop for Child {
     fn drop(&mut self) {
         if self.exited.is_none() {
-            self.signal(libc::SIGKILL);
-            self.poll(true);
+            let _ = self.process.kill();
+            let _ = self.process.wait();
         }
     }
 }
@@ -152,12 +145,12 @@ mod tests {
     #[test]
     fn a_process_that_is_dropped_or_stopped_has_exited() {
         let dropped = Child::start(shell("sleep 1000"), Stdio::null()).unwrap();
-        let pid = dropped.pid;
+        let pid = dropped.pid();
         drop(dropped);
         assert!(Usage::of(pid).is_err());
         let mut child = Child::start(shell("exec sleep 1000"), Stdio::null()).unwrap();
         child.check().unwrap();
-        let pid = child.pid;
+        let pid = child.pid();
         assert!(child.stop().cpu > Duration::ZERO);
         assert!(Usage::of(pid).is_err());
     }

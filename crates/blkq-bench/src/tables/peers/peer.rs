@@ -164,12 +164,8 @@ enum Access {
     Guest(FrontEnd),
 }
 
-struct Ready {
-    access: Access,
-    server: Option<Child>,
-    /// Keeps the loop device attached.
-    _device: Option<KernelLoop>,
-}
+/// A started peer: how to reach it, its server, and its loop device, which stays attached while this exists.
+type Ready = (Access, Option<Child>, Option<KernelLoop>);
 
 impl Peer {
     /// A peer with the command line of its server, which is empty without a server.
@@ -189,7 +185,7 @@ impl Peer {
     /// The reason why the peer cannot do `job` on this machine. Starts the peer to find out.
     fn lacks(&self, place: &Place, job: &Job) -> Option<String> {
         match self.start(place, job) {
-            Ok(Ready { access, server, _device }) => {
+            Ok((access, server, _device)) => {
                 drop(access);
                 server.map(Child::stop);
                 None
@@ -244,7 +240,7 @@ impl Peer {
                 })?;
                 let mut server = serve(Stdio::piped())?;
                 let mut line = String::new();
-                if let Some(stdout) = server.stdout.take() {
+                if let Some(stdout) = server.process.stdout.take() {
                     BufReader::new(stdout).read_line(&mut line)?;
                 }
                 ensure(!line.is_empty(), || server.exit_message())?;
@@ -257,7 +253,7 @@ impl Peer {
                 (Access::Guest(guest), Some(server))
             }
         };
-        Ok(Ready { access, server, _device: device })
+        Ok((access, server, device))
     }
 
     /// Starts the peer, lets the client do `job` for `length`, and stops the peer.
@@ -265,7 +261,7 @@ impl Peer {
         let image = File::open(&place.image)?;
         evict(&image)?;
         let began = Instant::now();
-        let Ready { mut access, server, _device } = self.start(place, job)?;
+        let (mut access, server, _device) = self.start(place, job)?;
         let start_ms = began.elapsed().as_secs_f64() * 1e3;
         let watch = server.map(|server| self.watch(place, job, server, &access)).transpose()?;
         let mut client = None;
@@ -310,15 +306,15 @@ impl Peer {
         let (mut resident, mut counted) = (None, vec![0; NBD_COUNTERS.len()]);
         if let Access::Fio(target) = access {
             std::thread::sleep(IDLE_TIME);
-            resident = Some(memory_bytes(server.pid, RESIDENT)?);
+            resident = Some(memory_bytes(server.pid(), RESIDENT)?);
             if job.warms_up() {
                 fio::run(target, job, None, &place.scratch)?;
                 evict(&File::open(&place.image)?)?;
                 counted = self.nbd_counters(place)?;
             }
         }
-        forget_resident_max(server.pid)?;
-        let used = Usage::of(server.pid)?;
+        forget_resident_max(server.pid())?;
+        let used = Usage::of(server.pid())?;
         Ok(Watch { peer: self, place, server, resident, used, counted })
     }
 
@@ -359,8 +355,8 @@ struct Watch<'a> {
 impl Watch<'_> {
     /// Stops the server, and adds its metrics to `run`.
     fn end(self, mut run: Run, access: Access) -> Result<Run> {
-        let mut resident_max = memory_bytes(self.server.pid, RESIDENT_MAX)?;
-        let cpu = Usage::of(self.server.pid)?.since(self.used).cpu;
+        let mut resident_max = memory_bytes(self.server.pid(), RESIDENT_MAX)?;
+        let cpu = Usage::of(self.server.pid())?.since(self.used).cpu;
         let counted = self.peer.nbd_counters(self.place)?.into_iter().zip(self.counted);
         for ((metric, _), (now, before)) in NBD_COUNTERS.into_iter().zip(counted) {
             run = run.per_io(metric, now.saturating_sub(before));
