@@ -19,7 +19,7 @@ const BETWEEN: f64 = 3.0;
 /// Vertical space below a row.
 const BELOW: f64 = 10.0;
 
-/// A horizontal bar to `value`. The bar begins at 1 if the plot is [`Plot::of_ratios`], else at 0.
+/// A horizontal bar to `value`. The bar begins at 1 if the plot is one of ratios, else at 0.
 pub struct Bar {
     pub value: f64,
     /// Smallest and largest value: the whisker.
@@ -34,16 +34,6 @@ pub struct Row {
     pub label: String,
     pub value: String,
     pub bars: Vec<Bar>,
-}
-
-pub struct Plot<'a> {
-    /// An id that is unique on the page.
-    pub id: &'a str,
-    pub title: &'a str,
-    pub axis: &'a str,
-    /// Whether the values are ratios: their bars begin at 1, on a logarithmic scale. Other bars begin at 0.
-    pub of_ratios: bool,
-    pub rows: Vec<Row>,
 }
 
 /// Start and end of the axis, in SVG units.
@@ -91,53 +81,52 @@ pub fn tick_labels(scale: &Scale, label: impl Fn(f64) -> String, y: f64) -> (Vec
     (positions, drawn)
 }
 
-impl Plot<'_> {
-    pub fn svg(&self) -> String {
-        let bars = self.rows.iter().flat_map(|row| &row.bars);
-        let ends = bars.flat_map(|bar| bar.range.map_or([bar.value; 2], |(min, max)| [min, max]));
-        let (begin, sign, scale) = if self.of_ratios {
-            let values: Vec<f64> = ends.chain([1.0]).collect();
-            (1.0, "\u{d7}", Scale::log(&values, AXIS.0, AXIS.1))
-        } else {
-            (0.0, "", Scale::from_zero(ends.fold(0.0, f64::max), AXIS.0, AXIS.1))
-        };
-        let mut body = String::new();
-        let mut y = 2.0;
-        for row in &self.rows {
-            if let Some(heading) = &row.heading {
-                for line in wrap(heading, WIDTH, |text| 1.06 * measure(text)) {
-                    y += LINE;
-                    body += &text(0.0, y - 4.0, "heading", &line);
-                }
-                y += 2.0;
-            }
-            // The label and the value share a line if the label keeps a third of the width.
-            let room = WIDTH - 1.06 * measure(&row.value) - FONT;
-            let labels = wrap(&row.label, if room > WIDTH / 3.0 { room } else { WIDTH }, measure);
-            for label in &labels {
+/// Draws `rows` as SVG; `id` must be unique on the page. The bars of ratios begin at 1, on a logarithmic scale; other bars
+/// begin at 0.
+pub fn svg(id: &str, title: &str, axis_label: &str, of_ratios: bool, rows: &[Row]) -> String {
+    let bars = rows.iter().flat_map(|row| &row.bars);
+    let ends = bars.flat_map(|bar| bar.range.map_or([bar.value; 2], |(min, max)| [min, max]));
+    let (begin, sign, scale) = if of_ratios {
+        let values: Vec<f64> = ends.chain([1.0]).collect();
+        (1.0, "\u{d7}", Scale::log(&values, AXIS.0, AXIS.1))
+    } else {
+        (0.0, "", Scale::from_zero(ends.fold(0.0, f64::max), AXIS.0, AXIS.1))
+    };
+    let mut body = String::new();
+    let mut y = 2.0;
+    for row in rows {
+        if let Some(heading) = &row.heading {
+            for line in wrap(heading, WIDTH, |text| 1.06 * measure(text)) {
                 y += LINE;
-                body += &text(0.0, y - 4.0, "label", label);
+                body += &text(0.0, y - 4.0, "heading", &line);
             }
-            if room <= WIDTH / 3.0 {
-                y += LINE;
-            }
-            body += &text(WIDTH, y - 4.0, "value", &row.value);
-            for bar in &row.bars {
-                body += &bar.svg(&scale, begin, y);
-                y += BAR + BETWEEN;
-            }
-            y += BELOW - BETWEEN;
+            y += 2.0;
         }
-        let line = |class, x| rule(class, (x, 4.0), (x, y));
-        let mut axis: String = scale.ticks.iter().map(|tick| line("grid", scale.at(*tick))).collect();
-        axis += &tick_labels(&scale, |tick| format!("{sign}{}", scale::label(tick)), y + LINE - 4.0).1;
-        axis += &line("axis", scale.at(begin));
-        y += 2.0 * LINE;
-        axis += &text(WIDTH, y - 4.0, "tick end", self.axis);
-        let described: Vec<String> =
-            self.rows.iter().map(|row| format!("{}: {}", row.label, row.value)).collect();
-        open(self.id, self.title, &described.join("; "), y + 2.0) + &axis + &body + "</svg>\n"
+        // The label and the value share a line if the label keeps a third of the width.
+        let room = WIDTH - 1.06 * measure(&row.value) - FONT;
+        let labels = wrap(&row.label, if room > WIDTH / 3.0 { room } else { WIDTH }, measure);
+        for label in &labels {
+            y += LINE;
+            body += &text(0.0, y - 4.0, "label", label);
+        }
+        if room <= WIDTH / 3.0 {
+            y += LINE;
+        }
+        body += &text(WIDTH, y - 4.0, "value", &row.value);
+        for bar in &row.bars {
+            body += &bar.svg(&scale, begin, y);
+            y += BAR + BETWEEN;
+        }
+        y += BELOW - BETWEEN;
     }
+    let line = |class, x| rule(class, (x, 4.0), (x, y));
+    let mut axis: String = scale.ticks.iter().map(|tick| line("grid", scale.at(*tick))).collect();
+    axis += &tick_labels(&scale, |tick| format!("{sign}{}", scale::label(tick)), y + LINE - 4.0).1;
+    axis += &line("axis", scale.at(begin));
+    y += 2.0 * LINE;
+    axis += &text(WIDTH, y - 4.0, "tick end", axis_label);
+    let described: Vec<String> = rows.iter().map(|row| format!("{}: {}", row.label, row.value)).collect();
+    open(id, title, &described.join("; "), y + 2.0) + &axis + &body + "</svg>\n"
 }
 
 impl Bar {

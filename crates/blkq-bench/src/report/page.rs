@@ -4,7 +4,7 @@ use super::html::{base64, escape, table as html_table};
 use super::plots::{self, ratio_and_spread, times};
 use crate::metric::Metric;
 use crate::result::{Comparison, Effect, Figure, Results, Table};
-use crate::summary::{self, Judged, name, number};
+use crate::summary::{self, Judged, mechanisms, name, number, targets};
 
 pub const PAGE: &str = "index.html";
 pub(super) const JSON: &str = "results.json";
@@ -50,8 +50,7 @@ fn card(table: &Table) -> String {
     let (big, small) = match summary::headline(table) {
         Some((_, effect)) => {
             let Effect { published_ratio, name, metric, .. } = effect;
-            let published = published_ratio.map(|ratio| format!(", published {}", times(ratio)));
-            let published = published.unwrap_or_default();
+            let published = published_ratio.map_or(String::new(), |r| format!(", published {}", times(r)));
             (ratio_and_spread(effect), format!("{name}: {}{published}", metric.label()))
         }
         None => table
@@ -82,8 +81,8 @@ fn section(table: &Table) -> String {
     let mut html = format!("<section id=\"{id}\">\n<h2>{}</h2>\n", escape(&table.title));
     if let Some((comparison, effect)) = summary::headline(table) {
         let Effect { feature, base, metric, published_ratio, .. } = effect;
-        let published = published_ratio.map(|ratio| format!(", where {} was published", times(ratio)));
-        let published = published.unwrap_or_default();
+        let published =
+            published_ratio.map_or(String::new(), |r| format!(", where {} was published", times(r)));
         html += &format!(
             "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} relative to {}; {}.</p>\n",
             escape(&ratio_and_spread(effect)),
@@ -97,18 +96,8 @@ fn section(table: &Table) -> String {
     html += &format!(
         "<div class=\"facts\">\n{}{}{}</div>\n",
         published(table),
-        judged(
-            "Mechanisms",
-            ["Claim", "counted", "expected", ""],
-            ["seen", "not seen"],
-            summary::mechanisms(table)
-        ),
-        judged(
-            "Targets",
-            ["Target", "measured", "wanted", ""],
-            ["reached", "missed"],
-            summary::targets(table)
-        )
+        judged("Mechanisms", ["Claim", "counted", "expected"], ["seen", "not seen"], mechanisms(table)),
+        judged("Targets", ["Target", "measured", "wanted"], ["reached", "missed"], targets(table))
     );
     if !table.comparisons.is_empty() {
         html += "<h3>Figures</h3>\n";
@@ -145,11 +134,11 @@ fn published(table: &Table) -> String {
 
 /// A table of values with their bounds and verdicts, in the words for a good and a bad one. A verdict is a coloured word,
 /// because colour alone would not be accessible. Without values there is no table.
-fn judged(title: &str, heading: [&str; 4], [good, bad]: [&str; 2], values: Vec<Judged>) -> String {
+fn judged(title: &str, heading: [&str; 3], [good, bad]: [&str; 2], values: Vec<Judged>) -> String {
     if values.is_empty() {
         return String::new();
     }
-    let mut rows = vec![row(&heading)];
+    let mut rows = vec![row(&[&heading[..], &[""]].concat())];
     for ([name, value, bound], is_good) in values {
         let bound = bound.replace(">=", "\u{2265}").replace("<=", "\u{2264}");
         let (class, word) = if is_good { ("good", good) } else { ("bad", bad) };
@@ -162,9 +151,8 @@ fn judged(title: &str, heading: [&str; 4], [good, bad]: [&str; 2], values: Vec<J
 
 fn comparison(comparison: &Comparison) -> String {
     let metrics = summary::metrics(comparison);
-    let mut heading = vec![""];
-    heading.extend(metrics.iter().map(|metric| metric.label()));
-    let mut rows = vec![row(&heading)];
+    let labels: Vec<&str> = metrics.iter().map(|metric| metric.label()).collect();
+    let mut rows = vec![row(&[&[""], &labels[..]].concat())];
     for case in &comparison.cases {
         let cell = |metric: &Metric| match case.find(*metric) {
             Some(Figure { median, min, max, .. }) => {
@@ -212,23 +200,18 @@ fn list(title: &str, lines: &[String]) -> String {
 
 /// Formats a time as `2026-11-21 10:27` in UTC.
 fn date(unix: u64) -> String {
-    let (mut days, minutes) = (unix / 86_400, unix % 86_400 / 60);
-    let mut year = 1970;
-    let length = |year: u64| {
-        let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-        if leap { 366 } else { 365 }
-    };
-    while days >= length(year) {
-        days -= length(year);
-        year += 1;
-    }
-    let months = [31, length(year) - 337, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while days >= months[month] {
-        days -= months[month];
-        month += 1;
-    }
-    format!("{year}-{:02}-{:02} {:02}:{:02}", month + 1, days + 1, minutes / 60, minutes % 60)
+    let minutes = unix % 86_400 / 60;
+    // The civil_from_days algorithm of Howard Hinnant: years begin in March, so that a leap day is the last of its year.
+    let days = unix / 86_400 + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let (month, years_later) =
+        if month_from_march < 10 { (month_from_march + 3, 0) } else { (month_from_march - 9, 1) };
+    let year = era * 400 + year_of_era + years_later;
+    format!("{year}-{month:02}-{day:02} {:02}:{:02}", minutes / 60, minutes % 60)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Chooses and draws the plots of a table.
 
-use super::bars::{Bar, Plot, Row};
+use super::bars::{self, Bar, Row};
 use super::html::escape;
 use super::lines;
 use crate::metric::Metric;
@@ -66,8 +66,7 @@ fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> Stri
         };
         Row { heading: None, label: case.name.clone(), value, bars: vec![bar] }
     };
-    let rows = figures.map(row).collect();
-    Plot { id, title, axis: metric.label(), of_ratios: false, rows }.svg()
+    bars::svg(id, title, metric.label(), false, &figures.map(row).collect::<Vec<_>>())
 }
 
 /// Whether `case` is the base of a ratio of `metric`, and never the feature.
@@ -93,8 +92,7 @@ fn ratios(table: &Table, id: &str) -> Option<String> {
             bars: ratio_bars(effect),
         });
     }
-    let (title, axis) = ("Ratios, published and measured", "feature / base");
-    (!rows.is_empty()).then(|| Plot { id, title, axis, of_ratios: true, rows }.svg())
+    (!rows.is_empty()).then(|| bars::svg(id, "Ratios, published and measured", "feature / base", true, &rows))
 }
 
 /// `×2.54`.
@@ -108,28 +106,17 @@ pub fn ratio_and_spread(effect: &Effect) -> String {
     format!("{unclear}{} \u{b1}{}", times(effect.ratio), summary::spread(effect))
 }
 
-fn range(effect: &Effect) -> Option<(f64, f64)> {
-    let known = effect.spread.is_finite() && effect.spread > 0.0;
-    known.then(|| (effect.ratio / effect.spread, effect.ratio * effect.spread))
-}
-
 fn ratio_bars(effect: &Effect) -> Vec<Bar> {
-    let mut bars = vec![Bar {
-        value: effect.ratio,
-        range: range(effect),
-        class: if effect.clear { "measured" } else { "unclear" },
-        title: format!(
-            "measured {}: {} relative to {}",
-            ratio_and_spread(effect),
-            effect.feature,
-            effect.base
-        ),
-    }];
-    bars.extend(effect.published_ratio.map(|ratio| Bar {
-        value: ratio,
-        range: None,
-        class: "published",
-        title: format!("published {}", times(ratio)),
-    }));
-    bars
+    let Effect { ratio, spread, clear, feature, base, .. } = effect;
+    let measured = Bar {
+        value: *ratio,
+        range: (spread.is_finite() && *spread > 0.0).then(|| (ratio / spread, ratio * spread)),
+        class: if *clear { "measured" } else { "unclear" },
+        title: format!("measured {}: {feature} relative to {base}", ratio_and_spread(effect)),
+    };
+    let published = effect.published_ratio.map(|ratio| {
+        let title = format!("published {}", times(ratio));
+        Bar { value: ratio, range: None, class: "published", title }
+    });
+    std::iter::once(measured).chain(published).collect()
 }
