@@ -39,7 +39,8 @@ impl Bench {
     pub fn compare(&mut self, title: &str, cases: Vec<NamedRun<'_>>) -> Result<Comparison> {
         let Pace { seconds, rounds, .. } = self.pace;
         self.progress.begin(title);
-        let mut cases: Vec<_> = cases.into_iter().map(|(name, run)| (Case::new(name), run)).collect();
+        let mut cases: Vec<_> =
+            cases.into_iter().map(|(name, run)| (Case { name, figures: Vec::new() }, run)).collect();
         for round in 1..=rounds {
             for (case, run) in &mut cases {
                 let name = &case.name;

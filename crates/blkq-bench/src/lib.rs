@@ -34,7 +34,6 @@ mod schema_tests;
 mod shuffle;
 mod summary;
 mod tables;
-mod threads;
 
 pub use run::run;
 
@@ -86,7 +85,7 @@ pub struct Arguments {
     pub size: Option<u64>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum What {
@@ -107,6 +106,7 @@ pub enum What {
     /// blkq vs the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit
     Peers,
     /// All tables
+    #[default]
     All,
 }
 

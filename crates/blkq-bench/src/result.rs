@@ -63,6 +63,7 @@ objects! {
     }
 
     /// One of the tables: a question, answered by comparisons and curves.
+    #[derive(Default)]
     pub struct Table {
         /// Name of the table on the command line.
         pub name: What,
@@ -266,17 +267,7 @@ impl Expected {
 
 impl Table {
     pub fn new(name: What, title: &str) -> Table {
-        Table {
-            name,
-            title: title.to_owned(),
-            published: None,
-            comparisons: Vec::new(),
-            curves: Vec::new(),
-            mechanisms: Vec::new(),
-            targets: Vec::new(),
-            left_out: Vec::new(),
-            notes: Vec::new(),
-        }
+        Table { name, title: title.to_owned(), ..Table::default() }
     }
 
     /// Adds the published figures. A row has a name, and the figures without and with the idea.
@@ -384,10 +375,6 @@ impl Comparison {
 }
 
 impl Case {
-    pub fn new(name: String) -> Case {
-        Case { name, figures: Vec::new() }
-    }
-
     /// Adds samples, of which there must be at least one, to the figure of `metric`.
     pub fn add(&mut self, metric: Metric, samples: &[f64]) {
         match self.figures.iter_mut().find(|figure| figure.metric == metric) {

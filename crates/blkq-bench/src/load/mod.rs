@@ -1,6 +1,6 @@
-//! Generates the same load on different targets: raw io_uring on the file ([`raw`]), threads with blocking calls on the
-//! file ([`workers`]), a queue that the measuring thread owns ([`local`]), threads that submit through an engine
-//! ([`submitters`]), and a vhost-user-blk server ([`mod@vhost`]).
+//! Generates the same load on different targets: raw io_uring and blocking calls on the file ([`raw`]), a queue that the
+//! measuring thread owns ([`local`]), threads that submit through an engine ([`submitters`]), and a vhost-user-blk server
+//! ([`mod@vhost`]).
 
 use blkq::random::Random;
 
@@ -10,7 +10,6 @@ pub mod local;
 pub mod raw;
 pub mod submitters;
 pub mod vhost;
-pub mod workers;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Load {

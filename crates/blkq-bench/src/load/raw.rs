@@ -1,18 +1,19 @@
-//! io_uring directly on the file: the upper limit for a block layer on the file; and io_uring operations without effect.
-//! The ring has the same flags as the rings of blkq.
+//! io_uring directly on the file: the upper limit for a block layer on the file; io_uring operations without effect; and
+//! threads with blocking calls on the file. The ring has the same flags as the rings of blkq.
 
 use std::fs::OpenOptions;
 use std::io::{Seek, SeekFrom};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use blkq::IoBuffer;
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::load::Load;
-use crate::measurement::{Run, timed};
+use crate::measurement::{Run, timed, together};
 use crate::metric::Metric;
 use crate::{Result, ensure};
 
@@ -102,6 +103,32 @@ pub fn run_nops(batch: usize, length: Duration) -> Result<Run> {
         Ok(ring.completion().count() as u64)
     })?;
     Ok(run.per_io(Metric::EntersPerIo, enters))
+}
+
+/// Runs `load` through the page cache, with `load.depth` threads that share its offsets and do one blocking call at a time,
+/// like the workers of a loop device. A single thread is the fastest way to do requests one after another. The load must
+/// have [`Load::ios_max`] set.
+pub fn run_workers(path: &Path, load: &Load, length: Duration) -> Result<Run> {
+    let file = OpenOptions::new().read(true).write(load.write).open(path)?;
+    let offsets = load.offsets(file.metadata()?.len());
+    let next = AtomicU64::new(0);
+    let (stopwatch, counts) = together(0..load.depth, |_| {
+        let began = Instant::now();
+        let mut buffer = IoBuffer::zeroed(load.block_bytes as usize);
+        let mut ios = 0;
+        while began.elapsed() < length
+            && let Some(offset) = offsets.nth_bytes(next.fetch_add(1, Relaxed))
+        {
+            if load.write {
+                file.write_all_at(&buffer, offset)?;
+            } else {
+                file.read_exact_at(&mut buffer, offset)?;
+            }
+            ios += 1;
+        }
+        Ok(ios)
+    })?;
+    stopwatch.run_of(counts.into_iter().sum())
 }
 
 /// Creates a ring with the flags that blkq uses.

@@ -12,9 +12,8 @@ use blkq::{Bio, Data, Disk, EngineThread, IoBuffer, IoResult, Sector, Status};
 
 use crate::Result;
 use crate::load::Load;
-use crate::measurement::{Run, Stopwatch, mib};
+use crate::measurement::{Run, Stopwatch, during, mib};
 use crate::metric::Metric;
-use crate::threads::during;
 
 /// Warm-up before the measured time, as a share of it: the gate must be full first.
 const WARM_UP: f64 = 0.25;

@@ -18,9 +18,8 @@ use virtio_driver::{
 };
 
 use crate::load::{Load, Offsets};
-use crate::measurement::{Run, Stopwatch};
+use crate::measurement::{Run, Stopwatch, together};
 use crate::metric::Metric;
-use crate::threads::together;
 use crate::{Error, Result, ensure};
 
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);

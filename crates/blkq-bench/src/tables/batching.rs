@@ -8,7 +8,7 @@ use blkq::{Disk, Driver};
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_drivers::model::{ModelCompletion, SeekModel};
 
-use super::common::{model, notes, null};
+use super::{driver_counter, model, notes, null};
 use crate::bench::{Bench, case};
 use crate::load::{Load, submitters};
 use crate::measurement::Run;
@@ -77,22 +77,17 @@ impl Devices {
 }
 
 fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
-    let counters = || model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
+    // Only the modelled disk has these counters.
+    let counters = || driver_counter(disk, "seeks").zip(driver_counter(disk, "requests"));
     let before = counters();
     let run = submitters::run(disk, SUBMITTERS, load, length)?;
     Ok(match before.zip(counters()) {
         Some((before, after)) if after.0 > before.0 => {
-            let per_request = (after.0 - before.0) as f64 / (after.1 - before.1) as f64;
+            let per_request = (after.0 - before.0) / (after.1 - before.1);
             run.with(Metric::SeeksPerRequest, per_request)
         }
         _ => run,
     })
-}
-
-/// A counter of the modelled disk; `None` for other devices.
-fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
-    let facts = disk.driver().describe();
-    facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {

@@ -6,16 +6,15 @@ use std::time::{Duration, Instant};
 use blkq::{Disk, EngineThread};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use super::common::{cold_case, notes};
+use super::{cold_case, notes};
 use crate::bench::Bench;
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::Load;
-use crate::measurement::{Run, mib};
+use crate::measurement::{Run, mib, together};
 use crate::metric::Metric;
 use crate::process::{RESIDENT, memory_bytes, worker_switches};
 use crate::result::Expected::{AtLeast, AtMost};
 use crate::result::Table;
-use crate::threads::together;
 use crate::{Result, What};
 
 /// Published figures: jobs, name, base, feature, and context switches with the feature / without.

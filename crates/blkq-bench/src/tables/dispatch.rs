@@ -6,9 +6,9 @@ use std::time::Duration;
 use blkq::Disk;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use super::common::{cold_case, notes};
+use super::{cold_case, driver_counter, notes};
 use crate::bench::Bench;
-use crate::load::{Load, local, raw, workers};
+use crate::load::{Load, local, raw};
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost, Exactly};
@@ -39,11 +39,8 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
     let disk = Disk::builder(Box::new(LoopDevice::open(&options)?)).merge(merge).build()?;
     let run = local::run(&disk, load, length)?;
-    let facts = disk.driver().describe();
-    let counter = |name| {
-        let value = facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok());
-        value.unwrap_or_else(|| panic!("the loop driver has no counter {name}"))
-    };
+    let counter =
+        |name| driver_counter(&disk, name).unwrap_or_else(|| panic!("the loop driver has no counter {name}"));
     Ok(if load.write {
         run.per_io(Metric::JoinedPerIo, counter("writes-joined") as u64)
             .with(Metric::WritersMax, counter("writers-max"))
@@ -87,7 +84,7 @@ fn pattern(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64, row: 
         cold_case(path, name, &OMITTED, move |length| raw::run(path, false, &load, length))
     };
     let cases = vec![
-        cold_case(path, "one thread", &OMITTED, |length| workers::run(path, &one, length)),
+        cold_case(path, "one thread", &OMITTED, |length| raw::run_workers(path, &one, length)),
         on("serial, unmerged", Dispatch::Serial, false),
         on("serial", Dispatch::Serial, true),
         on("concurrent", Dispatch::Concurrent, true),
@@ -142,7 +139,7 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     for &count in counts {
         let load = Load { ios_max: Some(blocks), ..Load::new("read", count) };
         cases.push(cold_case(path, name(KINDS[0], count), &OMITTED, move |length| {
-            workers::run(path, &load, length)
+            raw::run_workers(path, &load, length)
         }));
         cases.push(cold_case(path, name(KINDS[1], count), &OMITTED, move |length| {
             on_loop(path, Dispatch::Concurrent, false, &load, length)

@@ -5,14 +5,13 @@ use blkq::Disk;
 use blkq::disk::QUEUES_MAX;
 use blkq::drivers::ram::Ram;
 
-use super::common::{direct_reader, null};
+use super::{direct_reader, null};
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, local, raw};
-use crate::measurement::Run;
+use crate::measurement::{Run, together};
 use crate::metric::Metric;
 use crate::result::Expected::{AtLeast, AtMost};
 use crate::result::{Curve, Table};
-use crate::threads::together;
 use crate::{Result, What};
 
 /// Size of the ram device: larger than the caches of the processor.

@@ -13,8 +13,7 @@ use super::library::layout::contended_lines;
 use super::library::{Bio, Disk, EngineThread, IoBuffer, LocalQueue, Sector};
 use crate::Result;
 use crate::load::Offsets;
-use crate::measurement::Run;
-use crate::threads::during;
+use crate::measurement::{Run, during};
 
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
     let options = NullOptions { zero_reads: false, ..NullOptions::new(REGION_BYTES * SUBMITTERS as u64) };

@@ -164,7 +164,7 @@ fn memory(comparisons: &mut [Comparison]) -> Comparison {
     for case in comparisons.iter_mut().flat_map(|comparison| &mut comparison.cases) {
         for figure in case.figures.extract_if(.., |figure| METRICS.contains(&figure.metric)) {
             let index = all.iter().position(|of| of.name == case.name).unwrap_or_else(|| {
-                all.push(Case::new(case.name.clone()));
+                all.push(Case { name: case.name.clone(), figures: Vec::new() });
                 all.len() - 1
             });
             all[index].add(figure.metric, &figure.samples);
