@@ -79,8 +79,7 @@ pub fn cold(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let run = measure()?;
     let after = cached_bytes(&file)?;
     file.sync_data()?;
-    let came_kib = after.saturating_sub(before) as f64 / 1024.0;
-    let per_io = came_kib / run.ios as f64;
+    let per_io = after.saturating_sub(before) as f64 / 1024.0 / run.ios as f64;
     Ok(run
         .with(Metric::CachedBeforeMib, mib(before))
         .with(Metric::CachedMib, mib(after))

@@ -60,11 +60,8 @@ fn verdict(comparison: &Comparison, effect: &Effect) -> String {
 
 /// The published figures, next to the measured ratios.
 fn published(table: &Table, published: &Published) -> String {
-    let mut text = String::from("\n");
-    text += &paragraph(
-        "published: ",
-        &format!("{} ({}), {}", published.origin, published.setting, published.unit),
-    );
+    let Published { origin, setting, unit, .. } = published;
+    let source = paragraph("published: ", &format!("{origin} ({setting}), {unit}"));
     let mut rows = vec![["", "base", "feature", "ratio", "measured", ""].map(str::to_owned).to_vec()];
     for (row, effect) in summary::published_beside(table, published) {
         let (measured, spread) = effect.map_or(("-".to_owned(), String::new()), |effect| {
@@ -79,15 +76,12 @@ fn published(table: &Table, published: &Published) -> String {
             spread,
         ]);
     }
-    text + &columns(&rows)
+    format!("\n{source}{}", columns(&rows))
 }
 
 fn comparison(comparison: &Comparison) -> String {
-    let mut text = String::from("\n");
-    let rounds =
-        format!("{} (median of {} rounds of {} s)", comparison.title, comparison.rounds, comparison.seconds);
-    text += &paragraph("", &rounds);
-    text += &columns(&figures(comparison));
+    let Comparison { title, rounds, seconds, .. } = comparison;
+    let title = paragraph("", &format!("{title} (median of {rounds} rounds of {seconds} s)"));
     let effects = comparison.effects.iter().map(|effect| {
         let published = effect.published_ratio.map(|r| format!("published {}", ratio(r)));
         vec![
@@ -97,7 +91,7 @@ fn comparison(comparison: &Comparison) -> String {
             published.unwrap_or_default(),
         ]
     });
-    text + &columns(&effects.collect::<Vec<_>>())
+    format!("\n{title}{}{}", columns(&figures(comparison)), columns(&effects.collect::<Vec<_>>()))
 }
 
 /// Returns a row for each case and a column for each metric, with the spread of the first metric as third column.

@@ -16,7 +16,6 @@ impl Shuffle {
     }
 
     /// The number at position `index`, which must be below the limit.
-    #[inline]
     pub fn at(&self, index: u64) -> u64 {
         // `mix` permutes the numbers up to `mask`. Applying it until the result is below the limit gives a permutation
         // of the numbers below the limit.

@@ -44,7 +44,6 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
 
 /// Submits all free buffers if they are a batch, waits, and reaps completions. Returns their number, which is 0 when the
 /// load is done.
-#[inline]
 fn turn(queue: &mut LocalQueue, load: &Load, offsets: &mut Offsets, free: &mut Vec<IoBuffer>) -> Result<u64> {
     if free.len() >= load.batch {
         let now = offsets.left.min(free.len() as u64) as usize;

@@ -76,7 +76,6 @@ pub struct Offsets {
 
 impl Offsets {
     /// Returns the next offset in bytes. `left` must not be 0.
-    #[inline]
     pub fn next_bytes(&mut self) -> u64 {
         self.left -= 1;
         let block = if let Some(random) = &mut self.random {
@@ -90,7 +89,6 @@ impl Offsets {
     }
 
     /// The block at `index` in the sequence.
-    #[inline]
     fn block(&self, index: u64) -> u64 {
         self.shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index))
     }

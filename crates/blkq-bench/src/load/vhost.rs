@@ -107,7 +107,7 @@ pub fn run(front_end: &mut FrontEnd, load: &Load, length: Duration) -> Result<Ru
     let FrontEnd { queues, bytes, memory, .. } = front_end;
     let buffers = memory.chunks_exact_mut(load.depth * load.block_bytes as usize);
     let (stopwatch, done) = together(queues.iter_mut().zip(buffers), |(queue, buffers)| {
-        run_queue(queue, buffers, load, load.offsets(*bytes), length)
+        queue.run(buffers, load, load.offsets(*bytes), length)
     })?;
     report(done, &stopwatch)
 }
@@ -135,56 +135,56 @@ fn report(done: Vec<Done>, stopwatch: &Stopwatch) -> Result<Run> {
         .per_io(Metric::CallsPerIo, waits))
 }
 
-/// Reads the clock once per turn: all completions of a turn complete at that time, and all requests submitted in
-/// the next turn start at that time.
-fn run_queue(
-    queue: &mut Queue,
-    buffers: &mut [u8],
-    load: &Load,
-    mut offsets: Offsets,
-    length: Duration,
-) -> Result<Done> {
-    let began = Instant::now();
-    let mut now = began;
-    let mut begun = vec![began; load.depth];
-    let mut free: Vec<usize> = (0..load.depth).collect();
-    let mut done = Done { latencies_ns: Vec::with_capacity(1 << 20), kicks: 0, waits: 0 };
-    let block_bytes = load.block_bytes as usize;
-    loop {
-        if now - began < length {
-            for slot in free.drain(..) {
-                let (offset, buffer) =
-                    (offsets.next_bytes(), &mut buffers[slot * block_bytes..][..block_bytes]);
-                if load.write {
-                    queue.ring.write(offset, buffer, slot)?;
-                } else {
-                    queue.ring.read(offset, buffer, slot)?;
+impl Queue {
+    /// Reads the clock once per turn: all completions of a turn complete at that time, and all requests submitted in
+    /// the next turn start at that time.
+    fn run(
+        &mut self,
+        buffers: &mut [u8],
+        load: &Load,
+        mut offsets: Offsets,
+        length: Duration,
+    ) -> Result<Done> {
+        let began = Instant::now();
+        let mut now = began;
+        let mut begun = vec![began; load.depth];
+        let mut free: Vec<usize> = (0..load.depth).collect();
+        let mut done = Done { latencies_ns: Vec::with_capacity(1 << 20), kicks: 0, waits: 0 };
+        let block_bytes = load.block_bytes as usize;
+        loop {
+            if now - began < length {
+                for slot in free.drain(..) {
+                    let (offset, buffer) =
+                        (offsets.next_bytes(), &mut buffers[slot * block_bytes..][..block_bytes]);
+                    if load.write {
+                        self.ring.write(offset, buffer, slot)?;
+                    } else {
+                        self.ring.read(offset, buffer, slot)?;
+                    }
+                    begun[slot] = now;
                 }
-                begun[slot] = now;
+                if self.ring.avail_notif_needed() {
+                    self.kick.notify()?;
+                    done.kicks += 1;
+                }
             }
-            if queue.ring.avail_notif_needed() {
-                queue.kick.notify()?;
-                done.kicks += 1;
+            if free.len() == load.depth {
+                return Ok(done);
             }
-        }
-        if free.len() == load.depth {
-            return Ok(done);
-        }
-        done.waits += queue.wait()?;
-        now = Instant::now();
-        for completion in queue.ring.completions() {
-            let (slot, error) = (completion.context, -completion.ret);
-            ensure(error == 0, || {
-                let error = std::io::Error::from_raw_os_error(error);
-                format!("vhost-user-blk: a request completed with an error: {error}")
-            })?;
-            done.latencies_ns.push(u32::try_from((now - begun[slot]).as_nanos()).unwrap_or(u32::MAX));
-            free.push(slot);
+            done.waits += self.wait()?;
+            now = Instant::now();
+            for completion in self.ring.completions() {
+                let (slot, error) = (completion.context, -completion.ret);
+                ensure(error == 0, || {
+                    let error = std::io::Error::from_raw_os_error(error);
+                    format!("vhost-user-blk: a request completed with an error: {error}")
+                })?;
+                done.latencies_ns.push(u32::try_from((now - begun[slot]).as_nanos()).unwrap_or(u32::MAX));
+                free.push(slot);
+            }
         }
     }
-}
 
-impl Queue {
     /// Sleeps until a request has completed. Returns the number of signals from the server; 0 if one had
     /// completed before. Fails if nothing completes within [`COMPLETION_WAIT`].
     fn wait(&mut self) -> Result<u64> {

@@ -1,6 +1,6 @@
 //! All figures as CSV (RFC 4180): a line for each round of a run, and for each point of a curve.
 
-use crate::result::Results;
+use crate::result::{Point, Results};
 use crate::summary::name;
 
 /// A CSV field, quoted if required.
@@ -27,23 +27,21 @@ pub fn csv(results: &Results) -> String {
         let table_name = name(&table.name);
         for comparison in &table.comparisons {
             for case in &comparison.cases {
+                let (title, case_name) = (field(&comparison.title), field(&case.name));
                 for figure in &case.figures {
-                    let (title, case, metric) =
-                        (field(&comparison.title), field(&case.name), name(&figure.metric));
-                    for (index, value) in figure.samples.iter().enumerate() {
-                        let round = index + 1;
-                        text += &format!("{table_name},run,{title},{case},,{metric},{round},{value},,\n");
+                    let metric = name(&figure.metric);
+                    for (round, value) in (1..).zip(&figure.samples) {
+                        text +=
+                            &format!("{table_name},run,{title},{case_name},,{metric},{round},{value},,\n");
                     }
                 }
             }
         }
         for curve in &table.curves {
             let (title, curve_name, metric) = (field(&curve.plot), field(&curve.name), name(&curve.metric));
-            for point in &curve.points {
-                text += &format!(
-                    "{table_name},curve,{title},{curve_name},{},{metric},,{},{},{}\n",
-                    point.x, point.median, point.min, point.max
-                );
+            for Point { x, median, min, max } in &curve.points {
+                text +=
+                    &format!("{table_name},curve,{title},{curve_name},{x},{metric},,{median},{min},{max}\n");
             }
         }
     }

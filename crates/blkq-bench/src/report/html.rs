@@ -28,12 +28,12 @@ pub fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
     for chunk in bytes.chunks(3) {
-        let byte = |index: usize| u32::from(chunk.get(index).copied().unwrap_or(0));
-        let word = byte(0) << 16 | byte(1) << 8 | byte(2);
+        let mut bytes = [0; 4];
+        bytes[1..=chunk.len()].copy_from_slice(chunk);
+        let word = u32::from_be_bytes(bytes);
         for digit in 0..4 {
-            let is_padding = digit > chunk.len();
             let value = DIGITS[(word >> (18 - 6 * digit)) as usize & 63];
-            text.push(if is_padding { '=' } else { char::from(value) });
+            text.push(if digit > chunk.len() { '=' } else { char::from(value) });
         }
     }
     text

@@ -82,7 +82,6 @@ impl Stream<'_> {
         Stream { work, offsets: work.load.offsets(REGION_BYTES), region, random: Random::new(region + 1) }
     }
 
-    #[inline]
     fn next(&mut self, buffer: IoBuffer) -> Bio {
         let sector = Sector((self.region + self.offsets.next_bytes()) >> 9);
         let write = if self.work.mixed { self.random.below(2) == 0 } else { self.work.load.write };
@@ -90,7 +89,6 @@ impl Stream<'_> {
     }
 }
 
-#[inline]
 fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -> Result<u64> {
     for buffer in free.drain(..) {
         if queue.submit(stream.next(buffer)).is_err() {

@@ -263,19 +263,16 @@ impl Peer {
         let began = Instant::now();
         let (mut access, server, _device) = self.start(place, job)?;
         let start_ms = began.elapsed().as_secs_f64() * 1e3;
-        let watch = server.map(|server| self.watch(place, job, server, &access)).transpose()?;
-        let mut client = None;
-        // Processor time of the whole machine during the run, without fio.
-        let mut rest = Duration::ZERO;
-        let mut run = match &mut access {
+        let end = server.map(|server| self.watch(place, job, server, &access)).transpose()?;
+        // With fio: its usage, and the processor time of the rest of the machine during the run.
+        let (mut run, fio) = match &mut access {
             Access::Fio(target) => {
                 let machine = machine_cpu()?;
                 let report = fio::run(target, job, Some(length), &place.scratch)?;
-                rest = machine_cpu()?.saturating_sub(machine).saturating_sub(report.process.cpu);
-                client = Some(report.client);
-                report.run
+                let rest = machine_cpu()?.saturating_sub(machine).saturating_sub(report.process.cpu);
+                (report.run, Some((report.client, rest)))
             }
-            Access::Guest(front_end) => vhost::run(front_end, &job.load(), length)?,
+            Access::Guest(front_end) => (vhost::run(front_end, &job.load(), length)?, None),
             Access::Ring(path) => {
                 let one_by_one = matches!(self.way, Way::Ring { one_by_one: true });
                 let load = Load { one_by_one, ..job.load() };
@@ -283,13 +280,13 @@ impl Peer {
             }
         };
         let cached = cached_bytes(&image)?;
-        if let Some(watch) = watch {
-            run = watch.end(run, access)?;
-        } else if let Way::Loop { .. } = self.way {
+        if let Some(end) = end {
+            run = end(run, access)?;
+        } else if let (Way::Loop { .. }, Some((_, rest))) = (self.way, fio) {
             // The kernel's loop workers serve other devices too, and have no process.
             run = run.per_io(Metric::ServerCpuNsPerIo, rest.as_nanos() as u64);
         }
-        if let Some(client) = client {
+        if let Some((client, _)) = fio {
             run = run
                 .per_io(Metric::ClientCpuNsPerIo, client.cpu.as_nanos() as u64)
                 .per_io(Metric::ClientSwitchesPerIo, client.context_switches);
@@ -301,8 +298,16 @@ impl Peer {
         Ok(run.with(Metric::StartMs, start_ms).with(Metric::CachedMib, mib(cached)))
     }
 
-    /// Warms `server` up if the job requires that, and reads its counters.
-    fn watch<'a>(&'a self, place: &'a Place, job: &Job, server: Child, access: &Access) -> Result<Watch<'a>> {
+    /// Warms `server` up if the job requires that, and reads its counters. The result is called after the run: it stops the
+    /// server, and adds its metrics to the run.
+    fn watch<'a>(
+        &'a self,
+        place: &'a Place,
+        job: &Job,
+        server: Child,
+        access: &Access,
+    ) -> Result<impl FnOnce(Run, Access) -> Result<Run> + use<'a>> {
+        // A guest's memory would be part of the resident memory of the server.
         let (mut resident, mut counted) = (None, vec![0; NBD_COUNTERS.len()]);
         if let Access::Fio(target) = access {
             std::thread::sleep(IDLE_TIME);
@@ -315,7 +320,27 @@ impl Peer {
         }
         forget_resident_max(server.pid())?;
         let used = Usage::of(server.pid())?;
-        Ok(Watch { peer: self, place, server, resident, used, counted })
+        Ok(move |mut run: Run, access| {
+            let mut resident_max = memory_bytes(server.pid(), RESIDENT_MAX)?;
+            let cpu = Usage::of(server.pid())?.since(used).cpu;
+            let counted = self.nbd_counters(place)?.into_iter().zip(counted);
+            for ((metric, _), (now, before)) in NBD_COUNTERS.into_iter().zip(counted) {
+                run = run.per_io(metric, now.saturating_sub(before));
+            }
+            if let Access::Guest(front_end) = &access {
+                // The server maps the guest's memory, so its pages count for the server, too.
+                resident_max = resident_max.saturating_sub(front_end.memory.len() as u64);
+            }
+            drop(access);
+            let switches = server.stop().since(used).context_switches;
+            run = run
+                .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
+                .per_io(Metric::ServerSwitchesPerIo, switches);
+            if let Some(resident) = resident {
+                run = run.with(Metric::ResidentMib, mib(resident));
+            }
+            Ok(run.with(Metric::ResidentMaxMib, mib(resident_max)))
+        })
     }
 
     /// The values of [`NBD_COUNTERS`] so far; empty unless the peer is blkq as NBD server.
@@ -340,42 +365,6 @@ const NBD_COUNTERS: [(Metric, &str); 3] = [
     (Metric::SendsPerIo, "sends"),
     (Metric::ReceiveBackoffsPerIo, "receive_backoffs"),
 ];
-
-/// A server whose client runs, with its counters before the run.
-struct Watch<'a> {
-    peer: &'a Peer,
-    place: &'a Place,
-    server: Child,
-    /// Resident memory of the idle server; `None` if a guest's memory is part of it.
-    resident: Option<u64>,
-    used: Usage,
-    counted: Vec<u64>,
-}
-
-impl Watch<'_> {
-    /// Stops the server, and adds its metrics to `run`.
-    fn end(self, mut run: Run, access: Access) -> Result<Run> {
-        let mut resident_max = memory_bytes(self.server.pid(), RESIDENT_MAX)?;
-        let cpu = Usage::of(self.server.pid())?.since(self.used).cpu;
-        let counted = self.peer.nbd_counters(self.place)?.into_iter().zip(self.counted);
-        for ((metric, _), (now, before)) in NBD_COUNTERS.into_iter().zip(counted) {
-            run = run.per_io(metric, now.saturating_sub(before));
-        }
-        if let Access::Guest(front_end) = &access {
-            // The server maps the guest's memory, so its pages count for the server, too.
-            resident_max = resident_max.saturating_sub(front_end.memory.len() as u64);
-        }
-        drop(access);
-        let switches = self.server.stop().since(self.used).context_switches;
-        run = run
-            .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
-            .per_io(Metric::ServerSwitchesPerIo, switches);
-        if let Some(resident) = self.resident {
-            run = run.with(Metric::ResidentMib, mib(resident));
-        }
-        Ok(run.with(Metric::ResidentMaxMib, mib(resident_max)))
-    }
-}
 
 /// The line about a peer that did not start, with its package if the program does not exist.
 pub fn not_there(name: &str, package: &str, error: &crate::Error) -> String {

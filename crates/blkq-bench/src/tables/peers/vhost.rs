@@ -80,7 +80,15 @@ pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Vec<Co
         comparisons.push(comparison);
     }
     let mut null = bench.compare(NULL_TITLE, visits(&over_nothing, place, RANDOM))?;
-    state_targets_of_null_devices(table, &mut null);
+    if null.has(BLKQ_NULL) {
+        let us = null.median(BLKQ_NULL, Metric::ServerCpuNsPerIo) / 1e3;
+        table.target(format!("{NULL_TITLE}: server's processor time per I/O, us"), us, AtMost(0.5));
+    }
+    if null.has(BLKQ_NULL) && null.has(BLKQ_NULL_2) {
+        let name = "two queues relative to one";
+        let ratio = null.effect(name, BLKQ_NULL, BLKQ_NULL_2, Metric::Iops, None).ratio;
+        table.target(format!("{NULL_TITLE}: {name}"), ratio, AtLeast(1.7));
+    }
     comparisons.push(null);
     table.notes.push(
         "vhost-user-blk: the client sleeps on an eventfd, as a virtual machine does; RSS max of a server \
@@ -116,16 +124,4 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison, job: &Job) {
     }
     let resident = comparison.case(BLKQ).figure(Metric::ResidentMaxMib).max;
     table.target(format!("{title}: resident memory without the guest's, MiB"), resident, AtMost(8.0));
-}
-
-fn state_targets_of_null_devices(table: &mut Table, null: &mut Comparison) {
-    if null.has(BLKQ_NULL) {
-        let us = null.median(BLKQ_NULL, Metric::ServerCpuNsPerIo) / 1e3;
-        table.target(format!("{NULL_TITLE}: server's processor time per I/O, us"), us, AtMost(0.5));
-    }
-    if null.has(BLKQ_NULL) && null.has(BLKQ_NULL_2) {
-        let name = "two queues relative to one";
-        let ratio = null.effect(name, BLKQ_NULL, BLKQ_NULL_2, Metric::Iops, None).ratio;
-        table.target(format!("{NULL_TITLE}: {name}"), ratio, AtLeast(1.7));
-    }
 }
