@@ -6,23 +6,22 @@
   const visible = (element) => element.getClientRects().length > 0;
 
   // Every plot is there, and its texts lie within it, apart from each other and from its bars.
-  for (const svg of document.querySelectorAll("svg")) {
-    const name = svg.querySelector("title").textContent;
-    const box = svg.getBoundingClientRect();
+  for (const plot of document.querySelectorAll(".plot")) {
+    const name = plot.closest("figure").querySelector("figcaption").textContent;
+    const box = plot.getBoundingClientRect();
     if (box.width < 200 || box.height < 40) report(`plot ${short(name)}: ${box.width} x ${box.height}`);
-    if (!svg.querySelector("desc").textContent) report(`plot ${short(name)}: no description`);
-    if (!svg.querySelector("rect, path, circle")) report(`plot ${short(name)}: nothing is drawn`);
-    const boxes = (selector) => [...svg.querySelectorAll(selector)]
-      .filter((element) => element.tagName !== "text" || element.textContent.trim())
-      .map((element) => {
-        const own = element.getBBox();
-        if (element.tagName === "text" && !(own.width > 0 && own.height > 0)) {
-          report(`plot ${short(name)}: empty text`);
-        }
-        return [element, element.getBoundingClientRect()];
-      });
-    const texts = boxes("text");
-    const drawn = boxes("rect, .marker, .curve");
+    if (!plot.querySelector(".row b, [role=img][aria-label]")) report(`plot ${short(name)}: no description`);
+    if (!plot.querySelector(".bar > i, .curve")) report(`plot ${short(name)}: nothing is drawn`);
+    const boxes = (selector) => [...plot.querySelectorAll(selector)]
+      .map((element) => [element, element.getBoundingClientRect()]);
+    const texts = boxes(".heading, .unit, .lines > p, span, b").filter(([element]) => element.textContent.trim());
+    for (const [element, r] of texts) {
+      if (!(r.width > 0 && r.height > 0)) report(`plot ${short(name)}: empty text`);
+      if (element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).display !== "inline") {
+        report(`plot ${short(name)}: ${short(element.textContent)} is wider than its place`);
+      }
+    }
+    const drawn = boxes(".bar > i, .marker, .curve");
     for (const [element, r] of [...texts, ...drawn]) {
       const out = Math.max(box.left - r.left, r.right - box.right, box.top - r.top, r.bottom - box.bottom);
       if (!(out <= 1.5)) report(`plot ${short(name)}: ${short(element.textContent || element.tagName)} leaves it by ${out.toFixed(1)}`);
@@ -34,8 +33,8 @@
       for (const [other, b] of texts.slice(index + 1)) {
         if (overlap(a, b) > 3) report(`plot ${short(name)}: ${short(one.textContent)} over ${short(other.textContent)}`);
       }
-      for (const [bar, b] of drawn.filter(([element]) => element.tagName === "rect")) {
-        if (overlap(a, b) > 3) report(`plot ${short(name)}: ${short(one.textContent)} over a ${bar.tagName}`);
+      for (const [bar, b] of drawn.filter(([element]) => element.tagName === "I")) {
+        if (overlap(a, b) > 3) report(`plot ${short(name)}: ${short(one.textContent)} over a ${bar.className}`);
       }
     });
   }
@@ -86,9 +85,10 @@
     if (!(ratio >= 4.5)) report(`contrast ${ratio.toFixed(2)} of ${element.tagName} ${short(element.textContent)}`);
   }
   if (judged < 20) report(`only ${judged} texts were found`);
-  for (const element of document.querySelectorAll("svg .curve, svg .measured, svg .published")) {
+  for (const element of document.querySelectorAll("svg .curve, .bar .measured, .bar .published")) {
     const style = getComputedStyle(element);
-    const ratio = contrast(colour(style.stroke !== "none" ? style.stroke : style.fill), ground(element));
+    const painted = { curve: style.stroke, measured: style.backgroundColor, published: style.borderTopColor };
+    const ratio = contrast(colour(painted[element.classList[0]]), ground(element.parentElement));
     if (!(ratio >= 3)) report(`contrast ${ratio.toFixed(2)} of ${element.getAttribute("class")}`);
   }
 

@@ -157,7 +157,7 @@ fn measured_ratio(effect: &Effect) -> String {
 /// Wraps `text` after `head`; the other lines are indented to the width of `head`.
 fn paragraph(head: &str, text: &str) -> String {
     let indent = if head.is_empty() { 2 } else { head.len() };
-    let lines = summary::wrap_characters(text, WIDTH - indent);
+    let lines = summary::wrap(text, WIDTH - indent);
     format!("{head}{}\n", lines.join(&format!("\n{:indent$}", "")))
 }
 
@@ -191,7 +191,7 @@ fn columns(rows: &[Vec<String>]) -> String {
 
 fn line(row: &[String], first: usize, others: std::ops::Range<usize>, widths: &[usize]) -> String {
     let name = row.first().map_or("", String::as_str);
-    let lines = summary::wrap_characters(name, first.max(1));
+    let lines = summary::wrap(name, first.max(1));
     let mut text = format!("  {}", lines.join("\n  "));
     let last = lines.last().map_or(0, |line| line.chars().count());
     text += &" ".repeat(first.saturating_sub(last));

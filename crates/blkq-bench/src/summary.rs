@@ -111,34 +111,23 @@ pub fn targets(table: &Table) -> Vec<Judged> {
     table.targets.iter().map(|of| judged(&of.name, of.value, of.wanted, of.reached)).collect()
 }
 
-/// Wraps `text` into lines of at most `width`, as measured by `measure`: between words, or within a word that is
-/// wider than a line.
-pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String> {
+/// Wraps `text` into lines of at most `width` characters: between words, or within a word that is longer than a line.
+pub fn wrap(text: &str, width: usize) -> Vec<String> {
+    let length = |text: &str| text.chars().count();
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
         let line = lines.last_mut().expect("there is at least one line");
         let joined = if line.is_empty() { word.to_owned() } else { format!("{line} {word}") };
-        if measure(&joined) <= width {
+        if length(&joined) <= width {
             *line = joined;
             continue;
         }
-        if !line.is_empty() {
-            lines.push(String::new());
+        if line.is_empty() {
+            lines.pop();
         }
-        for letter in word.chars() {
-            let line = lines.last_mut().expect("there is at least one line");
-            if !line.is_empty() && measure(&format!("{line}{letter}")) > width {
-                lines.push(letter.to_string());
-            } else {
-                line.push(letter);
-            }
-        }
+        lines.extend(word.chars().collect::<Vec<_>>().chunks(width).map(String::from_iter));
     }
     lines
-}
-
-pub fn wrap_characters(text: &str, width: usize) -> Vec<String> {
-    wrap(text, width as f64, |line| line.chars().count() as f64)
 }
 
 #[cfg(test)]
@@ -147,9 +136,9 @@ mod tests {
 
     #[test]
     fn text_is_wrapped_between_words_and_within_long_words() {
-        assert_eq!(wrap_characters("one two  three", 7), ["one two", "three"]);
-        assert_eq!(wrap_characters("a abcdefgh b", 3), ["a", "abc", "def", "gh", "b"]);
-        assert_eq!(wrap_characters("", 3), [""]);
+        assert_eq!(wrap("one two  three", 7), ["one two", "three"]);
+        assert_eq!(wrap("a abcdefgh b", 3), ["a", "abc", "def", "gh", "b"]);
+        assert_eq!(wrap("", 3), [""]);
     }
 
     #[test]

@@ -1,26 +1,9 @@
-//! Helpers for HTML and SVG: escaping, text width, base64, tables.
+//! Helpers for HTML: escaping, base64, tables.
 
 pub fn escape(text: &str) -> String {
     let entities = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('"', "&quot;"), ('\'', "&#39;")];
     let text = text.replace(char::is_control, " ");
     entities.into_iter().fold(text, |text, (letter, entity)| text.replace(letter, entity))
-}
-
-/// Estimates the width of a text in em. The estimate is never less than the width in DejaVu Sans or Verdana, which
-/// are among the widest common fonts.
-pub fn width_em(text: &str) -> f64 {
-    text.chars()
-        .map(|letter| match letter {
-            'i' | 'j' | 'l' | 'I' | '.' | ',' | ':' | ';' | '\'' | '|' | '!' => 0.40,
-            'f' | 't' | 'r' | ' ' | '/' | '(' | ')' | '-' => 0.46,
-            'm' | 'w' | 'M' | 'W' | '@' => 1.0,
-            '%' => 1.08,
-            '+' | '=' | '<' | '>' | '~' | '\u{b1}' | '\u{d7}' => 0.84,
-            c if c.is_ascii_uppercase() => 0.77,
-            c if c.is_ascii() => 0.645,
-            _ => 1.05,
-        })
-        .sum()
 }
 
 /// `bytes` as base64 (RFC 4648, section 4).

@@ -1,68 +1,46 @@
 //! Line plots: curves over an axis, distinguished by colour, dashes and markers.
 
-use super::bars::{FONT, LINE, WIDTH, measure, open, rule, text, tick_labels};
 use super::html::escape;
 use super::scale::{self, Scale};
 use crate::result::{Curve, Point};
-use crate::summary::{self, number, wrap};
+use crate::summary::{self, number};
 
-/// Height of the area with the curves.
+/// Size of the area with the curves, in SVG units, which are pixels at its natural size.
+const WIDTH: f64 = 340.0;
 const HEIGHT: f64 = 190.0;
 /// Number of curve styles (colour, dashes, marker) in style.css.
 const STYLES: usize = 6;
 /// The y axis is logarithmic if the largest value / the smallest exceeds this.
 const WIDE: f64 = 30.0;
-/// Width of the line sample in the legend.
-const SAMPLE: f64 = 30.0;
 
-/// Draws curves that share their axes as SVG.
-pub fn svg(id: &str, title: &str, curves: &[&Curve]) -> String {
+/// Draws curves that share their axes: the lines as SVG, with texts in HTML.
+pub fn html(curves: &[&Curve]) -> String {
     let points = || curves.iter().flat_map(|curve| &curve.points);
-    let places = summary::places(curves);
     let metric = curves[0].metric;
-    let (top, bottom) = (LINE + 8.0, LINE + 8.0 + HEIGHT);
     let positive = points().all(|point| point.min > 0.0);
     let least = points().map(|point| point.min).fold(f64::INFINITY, f64::min);
     let most = points().map(|point| point.max).fold(0.0, f64::max);
     let y_scale = if positive && most / least > WIDE {
-        Scale::log(&[least, most], bottom, top)
+        Scale::log(&[least, most], HEIGHT, 0.0)
     } else {
-        Scale::from_zero(most, bottom, top)
+        Scale::from_zero(most, HEIGHT, 0.0)
     };
-    let y_labels: Vec<String> = y_scale.ticks.iter().copied().map(scale::label).collect();
-    let left = y_labels.iter().map(|label| measure(label)).fold(0.0, f64::max) + 8.0;
-    let x_scale = Scale::of_places(&places, left + 8.0, WIDTH - 16.0);
-
-    let mut body = text(0.0, LINE - 4.0, "tick start", metric.label());
-    for (tick, label) in y_scale.ticks.iter().zip(&y_labels) {
-        let y = y_scale.at(*tick);
-        body += &rule("grid", (left, y), (WIDTH, y));
-        body += &text(left - 6.0, y + FONT / 3.0, "tick end", label);
+    let x_scale = Scale::of_places(&summary::places(curves), 8.0, WIDTH - 8.0);
+    let (mut y_labels, mut body, mut legend) = (String::new(), String::new(), String::new());
+    for tick in &y_scale.ticks {
+        let (y, label) = (y_scale.at(*tick), scale::label(*tick));
+        y_labels += &format!("<span style=\"top:{:.2}%\">{label}</span>", 100.0 * y / HEIGHT);
+        body += &format!("<path class=\"grid\" d=\"M0 {y:.1}H{WIDTH}\"/>\n");
     }
-    let (positions, labels) = tick_labels(&x_scale, scale::label, bottom + LINE);
-    body.extend(positions.into_iter().map(|x| rule("axis", (x, bottom), (x, bottom + 4.0))));
-    body += &labels;
-    body += &rule("axis", (left, bottom), (WIDTH, bottom));
-    let mut y = bottom + LINE;
-    for line in wrap(&curves[0].x_label, WIDTH, measure) {
-        y += LINE;
-        body += &text(WIDTH, y, "tick end", &line);
+    for tick in &x_scale.ticks {
+        body += &format!("<path class=\"axis\" d=\"M{:.1} {HEIGHT}v4\"/>\n", x_scale.at(*tick));
     }
-    for (index, curve) in curves.iter().enumerate() {
-        body += &line(curve, index % STYLES, &x_scale, &y_scale);
-    }
-    y += 8.0;
-    for (index, curve) in curves.iter().enumerate() {
-        let style = index % STYLES;
-        for (row, name) in wrap(&curve.name, WIDTH - SAMPLE - 8.0, measure).iter().enumerate() {
-            y += LINE;
-            if row == 0 {
-                let middle = y - 4.0;
-                body += &format!("<path class=\"curve s{style}\" d=\"M0 {middle}H{SAMPLE}\"/>\n");
-                body += &marker(style, SAMPLE / 2.0, middle);
-            }
-            body += &text(SAMPLE + 8.0, y, "label", name);
-        }
+    body += &format!("<path class=\"axis\" d=\"M0 {HEIGHT}H{WIDTH}\"/>\n");
+    for (curve, style) in curves.iter().zip((0..STYLES).cycle()) {
+        body += &line(curve, style, &x_scale, &y_scale);
+        let (marker, name) = (marker(style, 15.0, 8.0), escape(&curve.name));
+        let sample = format!("<path class=\"curve s{style}\" d=\"M0 8H30\"/>{marker}");
+        legend += &format!("<li><svg viewBox=\"0 0 30 16\">{sample}</svg><span>{name}</span></li>\n");
     }
     let described: Vec<String> = curves
         .iter()
@@ -71,7 +49,15 @@ pub fn svg(id: &str, title: &str, curves: &[&Curve]) -> String {
             format!("{}: {}", curve.name, curve.points.iter().map(at).collect::<Vec<_>>().join(", "))
         })
         .collect();
-    open(id, title, &described.join("; "), y + 8.0) + &body + "</svg>\n"
+    format!(
+        "<div class=\"plot lines\"><p>{}</p>\n<div class=\"area\">{y_labels}\n\
+         <svg role=\"img\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" aria-label=\"{}\">\n{body}</svg></div>\n\
+         {}<p class=\"unit\">{}</p>\n<ul>\n{legend}</ul></div>\n",
+        escape(metric.label()),
+        escape(&described.join("; ")),
+        x_scale.tick_labels(WIDTH, ""),
+        escape(&curves[0].x_label)
+    )
 }
 
 fn line(curve: &Curve, style: usize, x_scale: &Scale, y_scale: &Scale) -> String {

@@ -92,7 +92,7 @@ fn section(table: &Table) -> String {
             escape(&comparison.title),
         );
     }
-    html += &format!("<div class=\"plots\">\n{}</div>\n", plots::figures(table, &id));
+    html += &format!("<div class=\"plots\">\n{}</div>\n", plots::figures(table));
     html += &format!(
         "<div class=\"facts\">\n{}{}{}</div>\n",
         published(table),

@@ -10,32 +10,27 @@ use crate::summary;
 /// Maximum number of metrics of a comparison that are drawn; its table shows all of them.
 const METRICS_DRAWN: usize = 2;
 
-/// Draws all plots of a table. `id` must be unique on the page.
-pub fn figures(table: &Table, id: &str) -> String {
-    let mut drawn = String::new();
-    if let Some(svg) = ratios(table, &format!("{id}-ratios")) {
-        drawn += &figure("Ratios: feature / base", &svg, RATIOS_LEGEND);
-    }
-    for (index, comparison) in table.comparisons.iter().enumerate() {
+/// Draws all plots of a table.
+pub fn figures(table: &Table) -> String {
+    let mut drawn = ratios(table).map_or(String::new(), |plot| {
+        figure("Ratios: feature / base", &format!("<p class=\"legend\">{RATIOS_LEGEND}</p>\n{plot}"))
+    });
+    for comparison in &table.comparisons {
         for metric in drawn_metrics(comparison) {
-            let id = format!("{id}-{index}-{}", metric as usize);
             let title = format!("{}: {}", comparison.title, metric.label());
-            drawn += &figure(&title, &cases(comparison, metric, &id, &title), "");
+            drawn += &figure(&title, &cases(comparison, metric));
         }
     }
-    for (index, (name, curves)) in summary::plots(table).into_iter().enumerate() {
-        drawn += &figure(name, &lines::svg(&format!("{id}-curve-{index}"), name, &curves), "");
-    }
-    drawn
+    let curves = summary::plots(table).into_iter().map(|(name, curves)| figure(name, &lines::html(&curves)));
+    drawn + &curves.collect::<String>()
 }
 
 const RATIOS_LEGEND: &str = "<span class=\"key measured\"></span>measured \
     <span class=\"key unclear\"></span>~ not clear \
     <span class=\"key published\"></span>published";
 
-fn figure(title: &str, svg: &str, legend: &str) -> String {
-    let legend = if legend.is_empty() { String::new() } else { format!("<p class=\"legend\">{legend}</p>") };
-    format!("<figure><figcaption>{}</figcaption>{legend}\n{svg}</figure>\n", escape(title))
+fn figure(title: &str, plot: &str) -> String {
+    format!("<figure><figcaption>{}</figcaption>\n{plot}</figure>\n", escape(title))
 }
 
 /// The metrics for which ratios were computed; without any, the first metric.
@@ -53,7 +48,7 @@ fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
     metrics
 }
 
-fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
+fn cases(comparison: &Comparison, metric: Metric) -> String {
     let figures = comparison.cases.iter().filter_map(|case| Some((case, case.find(metric)?)));
     let row = |(case, figure): (&Case, &Figure)| {
         let value = metric.format(figure.median);
@@ -66,7 +61,7 @@ fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> Stri
         };
         Row { heading: None, label: case.name.clone(), value, bars: vec![bar] }
     };
-    bars::svg(id, title, metric.label(), false, &figures.map(row).collect::<Vec<_>>())
+    bars::html(metric.label(), false, &figures.map(row).collect::<Vec<_>>())
 }
 
 /// Whether `case` is the base of a ratio of `metric`, and never the feature.
@@ -77,7 +72,7 @@ fn is_base(comparison: &Comparison, case: &Case, metric: Metric) -> bool {
 }
 
 /// Draws a row for each effect: the measured ratio, and the published ratio below.
-fn ratios(table: &Table, id: &str) -> Option<String> {
+fn ratios(table: &Table) -> Option<String> {
     let can_be_drawn = |(_, effect): &(&Comparison, &Effect)| effect.ratio.is_finite() && effect.ratio > 0.0;
     let mut rows: Vec<Row> = Vec::new();
     let mut title = "";
@@ -92,7 +87,7 @@ fn ratios(table: &Table, id: &str) -> Option<String> {
             bars: ratio_bars(effect),
         });
     }
-    (!rows.is_empty()).then(|| bars::svg(id, "Ratios, published and measured", "feature / base", true, &rows))
+    (!rows.is_empty()).then(|| bars::html("feature / base", true, &rows))
 }
 
 /// `×2.54`.

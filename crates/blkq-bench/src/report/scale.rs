@@ -63,6 +63,15 @@ impl Scale {
         let part = if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) };
         self.from + part * (self.to - self.from)
     }
+
+    /// The labels of the ticks of a horizontal axis, each after `sign`. `width` is the position of its right edge.
+    pub fn tick_labels(&self, width: f64, sign: &str) -> String {
+        let label = |tick: &f64| {
+            let left = 100.0 * self.at(*tick) / width;
+            format!("<span style=\"left:{left:.2}%\">{sign}{}</span>", label(*tick))
+        };
+        format!("<div class=\"ticks\">{}</div>\n", self.ticks.iter().map(label).collect::<String>())
+    }
 }
 
 /// 1, 2 and 5 times each power of ten, in ascending order.
