@@ -1,22 +1,12 @@
-//! The tables, one module each, and what several of them use: devices, notes, and runs on a cold page cache.
+//! The tables, one module each.
 
-use std::path::Path;
-use std::time::Duration;
-
-use blkq::drivers::null::{Null, NullOptions};
-use blkq::{Disk, Driver};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
-
-use crate::bench::{Bench, NamedRun, case};
-use crate::cache::cold;
-use crate::measurement::Run;
-use crate::metric::Metric;
+use crate::bench::Bench;
 use crate::result::Table;
 use crate::{Result, What};
 
 mod batching;
 mod clock;
+mod common;
 mod direct;
 mod dispatch;
 mod layout;
@@ -50,46 +40,3 @@ pub const TABLES: [Measure; 8] = [
     Measure { name: What::Peak, seconds: [6.0, 100.0], run: peak::run },
     Measure { name: What::Peers, seconds: [75.0, 496.0], run: peers::run },
 ];
-
-/// A null device that completes immediately: a run measures nothing but the block layer.
-fn null(bytes: u64) -> Result<Box<dyn Driver>> {
-    let options = NullOptions { zero_reads: false, ..NullOptions::new(bytes) };
-    Ok(Box::new(Null::new(options)?))
-}
-
-fn model(bytes: u64, completion: ModelCompletion) -> Result<Box<dyn Driver>> {
-    let options = ModelOptions { completion, zero_reads: false, ..ModelOptions::new(bytes) };
-    Ok(Box::new(Model::new(options)?))
-}
-
-/// A loop device that reads the file at `path` with direct I/O.
-fn direct_reader(path: &Path) -> Result<Box<dyn Driver>> {
-    let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(path) };
-    Ok(Box::new(LoopDevice::open(&options)?))
-}
-
-/// A counter of the driver of `disk`, if the driver has it.
-fn driver_counter(disk: &Disk, name: &str) -> Option<f64> {
-    let facts = disk.driver().describe();
-    facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
-}
-
-/// The notes of a table: the paragraphs of `text`, each in one line.
-fn notes(text: &str) -> Vec<String> {
-    text.split("\n\n").map(|note| note.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
-}
-
-/// A case whose runs begin with a cold page cache of the file at `path`, without the metrics that mean nothing in its
-/// table.
-fn cold_case<'a>(
-    path: &'a Path,
-    name: impl Into<String>,
-    omitted: &'a [Metric],
-    mut run: impl FnMut(Duration) -> Result<Run> + 'a,
-) -> NamedRun<'a> {
-    case(name, move |length| {
-        let mut run = cold(path, || run(length))?;
-        run.values.retain(|(metric, _)| !omitted.contains(metric));
-        Ok(run)
-    })
-}
