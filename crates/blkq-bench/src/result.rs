@@ -270,19 +270,17 @@ impl Table {
         Table { name, title: title.to_owned(), ..Table::default() }
     }
 
-    /// Adds the published figures. A row has a name, and the figures without and with the idea.
+    /// Adds the published figures. `head` is their origin, setting and unit. A row has a name, and the figures without and
+    /// with the idea.
     pub fn publish<N: Into<String>>(
         &mut self,
-        [origin, setting, unit]: [&str; 3],
+        head: [&str; 3],
         rows: impl IntoIterator<Item = (N, f64, f64)>,
     ) {
         let row = |(name, base, feature): (N, f64, f64)| PublishedRow { name: name.into(), base, feature };
-        self.published = Some(Published {
-            origin: origin.to_owned(),
-            setting: setting.to_owned(),
-            unit: unit.to_owned(),
-            rows: rows.into_iter().map(row).collect(),
-        });
+        let rows = rows.into_iter().map(row).collect();
+        let [origin, setting, unit] = head.map(str::to_owned);
+        self.published = Some(Published { origin, setting, unit, rows });
     }
 
     /// Adds a mechanism, and checks whether the counter keeps its bound.

@@ -64,13 +64,20 @@ impl Scale {
         self.from + part * (self.to - self.from)
     }
 
-    /// The labels of the ticks of a horizontal axis, each after `sign`. `width` is the position of its right edge.
+    /// The labels of the ticks of a horizontal axis, each after `sign`. `width` is the position of its right edge. Labels
+    /// that would overlap the previous one are omitted.
     pub fn tick_labels(&self, width: f64, sign: &str) -> String {
-        let label = |tick: &f64| {
-            let left = 100.0 * self.at(*tick) / width;
-            format!("<span style=\"left:{left:.2}%\">{sign}{}</span>", label(*tick))
-        };
-        format!("<div class=\"ticks\">{}</div>\n", self.ticks.iter().map(label).collect::<String>())
+        let (mut labels, mut last_end) = (String::new(), f64::NEG_INFINITY);
+        for tick in &self.ticks {
+            let (middle, label) = (100.0 * self.at(*tick) / width, format!("{sign}{}", label(*tick)));
+            // On a phone, a digit takes 3 % of the width of a plot.
+            let half = 1.5 * label.chars().count() as f64;
+            if middle - half > last_end + 1.0 {
+                labels += &format!("<span style=\"left:{middle:.2}%\">{label}</span>");
+                last_end = middle + half;
+            }
+        }
+        format!("<div class=\"ticks\">{labels}</div>\n")
     }
 }
 
@@ -130,5 +137,15 @@ mod tests {
         let scale = Scale::of_places(&[0.0, 1.0, 2.0], 0.0, 100.0);
         assert_eq!((scale.is_log, scale.at(1.0)), (false, 50.0));
         assert_eq!(Scale::of_places(&[7.0], 0.0, 100.0).at(7.0), 50.0);
+    }
+
+    #[test]
+    fn tick_labels_do_not_overlap() {
+        let places = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 512.0];
+        let labels = Scale::of_places(&places, 0.0, 340.0).tick_labels(340.0, "");
+        let shown: Vec<&str> = labels.split("</span>").filter_map(|one| one.split('>').next_back()).collect();
+        assert_eq!(shown[..2], ["1", "512"], "{labels}");
+        let scale = Scale::of_places(&[1.0, 2.0, 4.0, 8.0], 0.0, 340.0);
+        assert_eq!(scale.tick_labels(340.0, "").matches("<span").count(), 4);
     }
 }

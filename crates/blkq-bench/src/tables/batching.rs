@@ -81,13 +81,12 @@ fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     let counters = || driver_counter(disk, "seeks").zip(driver_counter(disk, "requests"));
     let before = counters();
     let run = submitters::run(disk, SUBMITTERS, load, length)?;
-    Ok(match before.zip(counters()) {
-        Some((before, after)) if after.0 > before.0 => {
-            let per_request = (after.0 - before.0) / (after.1 - before.1);
-            run.with(Metric::SeeksPerRequest, per_request)
-        }
-        _ => run,
-    })
+    if let Some((before, after)) = before.zip(counters())
+        && after.0 > before.0
+    {
+        return Ok(run.with(Metric::SeeksPerRequest, (after.0 - before.0) / (after.1 - before.1)));
+    }
+    Ok(run)
 }
 
 pub fn run(bench: &mut Bench) -> Result<Table> {

@@ -133,11 +133,7 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
         let us = null.median(BLKQ_NULL, Metric::ServerCpuNsPerIo) / 1e3;
         table.target("null device, depth 64: server's processor time per I/O, us", us, AtMost(1.5));
     }
-    let blkq: Vec<(&Comparison, &Case)> = comparisons
-        .iter()
-        .filter(|comparison| comparison.has(BLKQ))
-        .map(|comparison| (comparison, comparison.case(BLKQ)))
-        .collect();
+    let blkq: Vec<_> = comparisons.iter().filter(|of| of.has(BLKQ)).map(|of| (of, of.case(BLKQ))).collect();
     if blkq.is_empty() {
         return;
     }
