@@ -76,14 +76,12 @@ impl Clock {
 
     /// The time for up to `count` (1 or more) time stamps, and the number of stamps for which it may be used.
     /// The caller must count the stamps that it uses with [`Clock::count_uses`].
-    #[inline]
     pub fn now_ns_for(&mut self, count: usize) -> (u64, usize) {
         let now_ns = if self.uses_left > 0 { self.cached_ns } else { self.read() };
         (now_ns, count.min(self.uses_left.max(1) as usize))
     }
 
     /// Counts `count` uses of the time, at most the number that [`Clock::now_ns_for`] returned.
-    #[inline]
     pub fn count_uses(&mut self, count: usize) {
         self.uses_left = self.uses_left.saturating_sub(count as u32);
     }
@@ -112,14 +110,12 @@ impl Clock {
 
     /// Called when the queue has nothing to do, or its thread is about to sleep. The last reading is then not
     /// used until the next one, so the time in between is not its age.
-    #[inline]
     pub fn idle(&mut self) {
         self.unmeasured_ns = 0;
     }
 
     /// Discards the cached reading. Must be called at every plug flush, at the beginning of a batch of
     /// completions, and before any operation that may wait.
-    #[inline]
     pub fn invalidate(&mut self) {
         self.uses_left = 0;
     }
@@ -131,12 +127,10 @@ impl Clock {
     }
 
     /// The last cached reading, even if it may no longer be used; 0 if there was none.
-    #[inline]
     pub fn last_read_ns(&self) -> u64 {
         self.cached_ns
     }
 
-    #[inline]
     pub fn take_reads(&mut self) -> u64 {
         std::mem::take(&mut self.reads)
     }
@@ -156,7 +150,6 @@ pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
 }
 
 /// The time of CLOCK_MONOTONIC in nanoseconds.
-#[inline]
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
     crate::simulation::instant();

@@ -54,14 +54,12 @@ impl Kick {
     }
 
     /// Announces that the owner will sleep. It must check for work between this call and the sleep.
-    #[inline]
     pub fn prepare_sleep(&self) {
         self.state.swap(SLEEPING, SeqCst);
         fence(SeqCst);
     }
 
     /// Announces that the owner does not sleep, or no longer sleeps.
-    #[inline]
     pub fn woke(&self) {
         self.state.swap(RUNNING, SeqCst);
     }
@@ -84,13 +82,11 @@ impl Kick {
         }
     }
 
-    #[inline]
     pub fn is_woken(&self) -> bool {
         self.woken.load(SeqCst)
     }
 
     /// Whether [`Wake::wake`] was called. The caller must then check everything that may have woken it.
-    #[inline]
     pub fn take_woken(&self) -> bool {
         self.woken.load(SeqCst) && self.woken.swap(false, SeqCst)
     }

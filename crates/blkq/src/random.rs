@@ -28,26 +28,22 @@ impl Random {
     }
 
     /// The next number of the series.
-    #[inline]
     pub const fn word(&mut self) -> u64 {
         self.state = self.state.wrapping_add(STEP);
         mix(self.state)
     }
 
     /// A number below `limit`; 0 if `limit` is 0.
-    #[inline]
     pub const fn below(&mut self, limit: u64) -> u64 {
         ((self.word() as u128 * limit as u128) >> 64) as u64
     }
 
     /// True once in `times` calls on average. If `times` is 0, never true, and the series does not advance.
-    #[inline]
     pub const fn one_in(&mut self, times: u64) -> bool {
         times != 0 && self.below(times) == 0
     }
 
     /// A number from 0 (inclusive) to 1 (exclusive).
-    #[inline]
     pub fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 / (1_u64 << 53) as f64
     }
@@ -62,7 +58,6 @@ impl Random {
 
 /// The finalizer of SplitMix64: maps different words to different words, so that each bit of the result
 /// depends on all bits of `word`. Useful for content that is determined by its position. 0 is mapped to 0.
-#[inline]
 pub const fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

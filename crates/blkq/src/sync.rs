@@ -52,7 +52,6 @@ pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 /// Placed between a sequentially consistent read-modify-write and a sequentially consistent load of another
 /// location. The language already orders these two, at no cost on x86. loom treats such accesses as acquire
 /// and release only, and needs a fence to see the order.
-#[inline]
 pub(crate) fn seq_cst_for_loom() {
     #[cfg(loom)]
     atomic::fence(SeqCst);

@@ -32,7 +32,6 @@ impl MappedWords {
     }
 
     /// Returns the words. They may change at any time, because other processes may map the file.
-    #[inline]
     pub fn all(&self) -> &[AtomicU64] {
         // SAFETY: `len` words are mapped while this value exists, as `map` demands, and pages are aligned.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }

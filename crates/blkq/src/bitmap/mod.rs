@@ -286,7 +286,6 @@ pub fn bytes_for(size: u64, granularity: u64) -> u64 {
 }
 
 /// A word in which the bits from `first` to `last`, inclusive, are set.
-#[inline]
 fn mask(first: u64, last: u64) -> u64 {
     u64::MAX << first & u64::MAX >> (WORD_BITS - 1 - last)
 }

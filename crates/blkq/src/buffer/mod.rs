@@ -55,19 +55,16 @@ impl Segment {
 
     /// A segment of `len` bytes from `ptr` on that is inside `memory`. I/O on the ring of `memory` need not
     /// pin its pages. I/O on bytes outside of `memory` fails.
-    #[inline]
     pub fn registered(ptr: *mut u8, len: u32, memory: &RegisteredMemory) -> Segment {
         Segment { ptr, len, registered: memory.0 }
     }
 
     /// Whether the segment is inside memory that was registered.
-    #[inline]
     pub fn is_registered(&self) -> bool {
         self.registered != Segment::UNREGISTERED
     }
 
     /// Whether both segments are inside the same registered memory, or neither is in registered memory.
-    #[inline]
     pub fn same_registration(&self, other: &Segment) -> bool {
         self.registered == other.registered
     }
@@ -165,7 +162,6 @@ impl IoBuffer {
         Layout::from_size_align(size, BUFFER_ALIGN).expect("at most 2 GiB, aligned to a page")
     }
 
-    #[inline]
     pub(crate) fn segment(&self) -> Segment {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
     }
@@ -325,20 +321,17 @@ impl KernelPages {
     }
 
     /// The index in the ring's table of registered buffers.
-    #[inline]
     pub fn index(self) -> u16 {
         self.index
     }
 
     /// Where the memory begins in the registered buffer, in bytes. A buffer of the kernel has no address, so
     /// operations on it use this offset instead.
-    #[inline]
     pub fn offset(self) -> u32 {
         self.offset
     }
 
     /// The length of the memory in bytes.
-    #[inline]
     #[allow(clippy::len_without_is_empty, reason = "no bio with data is empty")]
     pub fn len(self) -> u32 {
         self.len

@@ -30,7 +30,6 @@ impl Entry {
 
     /// The slot in the table of ring number `ring`, if the entry belongs to that ring. Must be called only
     /// while both buffer and ring exist, so a relaxed load is enough.
-    #[inline]
     pub fn place(&self, ring: u64) -> Option<u16> {
         let value = self.0.load(Relaxed);
         (value >> RING_SHIFT == ring).then_some((value >> PLACE_SHIFT) as u16)
@@ -60,7 +59,6 @@ static ENTRIES: [Entry; UNREGISTERED as usize] = [const { Entry(AtomicU64::new(0
 #[cfg(model_check)]
 static ENTRIES: [Entry; 0] = [];
 
-#[inline]
 pub(crate) fn entry(number: u16) -> Option<&'static Entry> {
     ENTRIES.get(usize::from(number))
 }

@@ -447,7 +447,6 @@ impl Engine {
     }
 }
 
-#[inline]
 fn source_index(owner: u16) -> usize {
     usize::from(owner.wrapping_sub(FIRST_SOURCE))
 }

@@ -33,7 +33,6 @@ impl SourceContext<'_> {
     }
 
     /// The index of a registered file, for use in an entry. Panics if the engine's ring has no such file.
-    #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.parts.ring.file(slot)
     }
@@ -51,14 +50,12 @@ impl SourceContext<'_> {
 
     /// Names the client that submits the next bio to queue number `queue`. `client` is called only if that
     /// bio is traced.
-    #[inline]
     pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {
         self.parts.queues[queue].set_trace_client(client);
     }
 
     /// The number of the engine's turn. [`Source::on_turn`](super::Source::on_turn) may be called several times in one turn, and all
     /// these calls together must respect [`TURN_BUDGET`](crate::TURN_BUDGET).
-    #[inline]
     pub fn turn(&self) -> u64 {
         self.parts.turn
     }
@@ -94,7 +91,6 @@ impl SourceContext<'_> {
     }
 
     /// The token that [`SourceContext::push`] uses for `payload`, which is needed to cancel that operation.
-    #[inline]
     pub fn token(&self, payload: u64) -> Token {
         Token::new(self.id.owner, payload)
     }

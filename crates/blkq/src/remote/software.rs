@@ -49,12 +49,10 @@ impl Staged {
     }
 
     /// The first bio, and the others, each of which begins where the previous one ends.
-    #[inline]
     pub fn into_bios(self) -> (StagedBio, Option<VecDeque<StagedBio>>) {
         (self.first, self.others.map(|others| others.bios))
     }
 
-    #[inline]
     fn start(&self) -> Sector {
         self.first.0.sector
     }
@@ -190,12 +188,10 @@ impl SoftwareQueues {
     }
 
     /// Takes the marks of all pending queues. They are then unset, so that later work sets them again.
-    #[inline]
     pub fn take_pending(&self) -> u64 {
         if self.has_pending() { self.pending.swap(0, SeqCst) } else { 0 }
     }
 
-    #[inline]
     pub fn set_pending(&self, index: usize) {
         self.pending.fetch_or(1 << index, SeqCst);
     }

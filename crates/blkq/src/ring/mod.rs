@@ -73,7 +73,6 @@ pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
 impl Ring {
     /// The index of a registered file, for use in an entry. Panics if the file is not registered with this ring:
     /// another file may have its index by now.
-    #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         assert!(slot.ring == self.tables.ring, "the file is not registered with this ring");
         types::Fixed(slot.index)
@@ -81,7 +80,6 @@ impl Ring {
 
     /// The slot of the registered buffer in which `segment` lies, for use in an entry. `None` if the buffer
     /// is not registered with this ring, or not all of the segment is registered.
-    #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
         self.tables.place_of(segment)
     }

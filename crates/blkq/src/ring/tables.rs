@@ -83,13 +83,11 @@ impl Tables {
     }
 
     /// The slot of the buffer with registration `number`, if it belongs to this table.
-    #[inline]
     pub fn place(&self, number: u16) -> Option<u16> {
         registration::entry(number)?.place(self.ring)
     }
 
     /// The slot of the buffer that contains `segment`, if it is in this table and is wholly registered.
-    #[inline]
     pub fn place_of(&self, segment: &Segment) -> Option<u16> {
         let place = self.place(segment.registered)?;
         (segment.ptr.addr() + segment.len as usize <= self.ends[usize::from(place)]).then_some(place)

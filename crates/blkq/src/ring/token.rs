@@ -6,19 +6,16 @@ pub struct Token(pub u64);
 
 impl Token {
     /// A token of `owner`, with the low 48 bits of `payload`. No payload can change the owner.
-    #[inline]
     pub const fn new(owner: u16, payload: u64) -> Token {
         Token((owner as u64) << 48 | payload & PAYLOAD_MASK)
     }
 
     /// The owner, to which completions of the operation are routed.
-    #[inline]
     pub const fn owner(self) -> u16 {
         (self.0 >> 48) as u16
     }
 
     /// The 48 bits for the owner's use.
-    #[inline]
     pub const fn payload(self) -> u64 {
         self.0 & PAYLOAD_MASK
     }

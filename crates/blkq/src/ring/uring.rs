@@ -161,7 +161,6 @@ impl Ring {
         self.reaped = reaped;
     }
 
-    #[inline]
     pub fn has_submissions(&mut self) -> bool {
         !self.uring.submission().is_empty()
     }

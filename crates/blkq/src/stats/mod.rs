@@ -110,13 +110,11 @@ enumeration! {
 }
 
 /// Adds to a counter that only this thread writes. A plain load and store is enough.
-#[inline]
 pub fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
 /// Raises a maximum that only this thread writes.
-#[inline]
 pub fn raise(maximum: &AtomicU64, value: u64) {
     if value > maximum.load(Relaxed) {
         maximum.store(value, Relaxed);
@@ -270,14 +268,12 @@ impl StatsWriter {
         }
     }
 
-    #[inline]
     pub fn merged(&mut self, group: StatGroup) {
         add(&self.0.groups[group as usize].merges, 1);
     }
 
     /// Records that a request of `group` joined another request. It is no longer in flight, and will not
     /// complete as a separate I/O.
-    #[inline]
     pub fn joined(&mut self, group: StatGroup) {
         self.merged(group);
         add(&self.0.in_flight[group.direction()], u64::MAX);
@@ -307,7 +303,6 @@ impl StatsWriter {
         self.0.held.store(count, Relaxed);
     }
 
-    #[inline]
     pub fn count(&mut self, counter: Counter, n: u64) {
         add(&self.0.counters[counter as usize], n);
     }
@@ -321,7 +316,6 @@ impl StatsWriter {
         count & (every - 1) == 0
     }
 
-    #[inline]
     pub fn clock_age(&mut self, age_ns: u64) {
         raise(&self.0.clock_age_max_ns, age_ns);
     }

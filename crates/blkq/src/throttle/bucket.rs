@@ -64,25 +64,21 @@ pub(crate) fn shared_spent_ns(word: &AtomicI64, now_ns: u64) -> i64 {
 
 /// When the next request may start, according to the word. Not before `credit_ns` ago: capacity that was not
 /// used before that is lost.
-#[inline]
 pub(crate) fn start_of(spent_ns: i64, now_ns: u64, credit_ns: u64) -> i64 {
     spent_ns.max(now_ns.cast_signed().saturating_sub_unsigned(credit_ns))
 }
 
 /// Converts the time of a word to the clock. Times before the boot become 0.
-#[inline]
 pub(crate) fn clock_ns(spent_ns: i64) -> u64 {
     spent_ns.max(0).cast_unsigned()
 }
 
 /// The number of units that have accrued at `rate` per second since `start_ns`. `None` before `start_ns`.
-#[inline]
 pub(crate) fn accrued(start_ns: i64, now_ns: u64, rate: u64) -> Option<u64> {
     (start_ns <= now_ns.cast_signed()).then(|| units_of(now_ns.cast_signed().abs_diff(start_ns), rate))
 }
 
 /// The number of units at `rate` per second in that time.
-#[inline]
 pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
     scaled(ns, rate, NS_PER_S)
 }

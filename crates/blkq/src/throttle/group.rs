@@ -170,7 +170,6 @@ impl Group {
     }
 
     /// The number of the last change of the limits. It is different after each change.
-    #[inline]
     pub(crate) fn sequence(&self) -> u64 {
         self.words().header.limits.sequence()
     }
@@ -222,7 +221,6 @@ impl Group {
         Some(MemberInfo { slot, name, weight: weight_of(words) })
     }
 
-    #[inline]
     fn used(&self) -> usize {
         (self.words().header.used.load(Relaxed) as usize).min(MEMBERS_MAX)
     }
@@ -270,17 +268,14 @@ impl Member {
         Ok(())
     }
 
-    #[inline]
     fn words(&self) -> &Slot {
         &self.group.words().slots[self.slot]
     }
 
-    #[inline]
     pub(crate) fn buckets(&self) -> &Buckets {
         &self.group.words().buckets
     }
 
-    #[inline]
     pub(crate) fn spent_ns(&self, key: LimitKey) -> &AtomicI64 {
         &self.words().spent_ns[key as usize]
     }

@@ -201,7 +201,6 @@ impl Meter {
         left.is_some()
     }
 
-    #[inline]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
         self.pay_units(self.cost_of_all(batch, requests))
     }
@@ -345,7 +344,6 @@ impl Meter {
     }
 }
 
-#[inline]
 fn data_bytes(request: &Request) -> u64 {
     // Without a branch, because this is computed for each request.
     request.bytes() * u64::from(request.operation().has_data())

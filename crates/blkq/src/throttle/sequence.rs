@@ -26,7 +26,6 @@ impl<const N: usize> Default for SequencedWords<N> {
 
 impl<const N: usize> SequencedWords<N> {
     /// The number of the last change. Odd during a change, or if a change was interrupted.
-    #[inline]
     pub fn sequence(&self) -> u64 {
         self.sequence.load(Relaxed)
     }

@@ -117,7 +117,6 @@ impl TraceMemory {
         (queue < self.queues).then_some(place)
     }
 
-    #[inline]
     pub(super) fn words(&self) -> &[AtomicU64] {
         self.words.all()
     }
@@ -218,7 +217,6 @@ mod mapped {
             Ok(Words { file, mapped })
         }
 
-        #[inline]
         pub fn all(&self) -> &[AtomicU64] {
             self.mapped.all()
         }

@@ -126,7 +126,6 @@ fn write_tags<T>(words: &[AtomicU64], of: &[T], mut tag: impl FnMut(&T) -> u16) 
 }
 
 /// Packs `parts`, of `bits` bits each, into one word.
-#[inline]
 fn pack<T>(parts: &[T], mut value: impl FnMut(&T) -> u64, bits: u32) -> u64 {
     parts.iter().rev().fold(0, |word, part| word << bits | value(part))
 }

@@ -95,7 +95,6 @@ impl TraceWriter {
         all_well
     }
 
-    #[inline]
     fn make_room(&mut self, words: usize) {
         if self.page_end - self.next < words {
             self.begin_page();
