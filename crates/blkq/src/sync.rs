@@ -6,33 +6,28 @@
 //! see all synchronisation of the code that runs.
 
 #[cfg(loom)]
-pub use loom::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
-    thread,
-};
+use loom as primitives;
 #[cfg(shuttle)]
-pub use shuttle::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
-    thread,
-};
+use shuttle as primitives;
 #[cfg(not(model_check))]
-pub use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
-    thread,
-};
+use std as primitives;
 
 mod fence;
+#[cfg(model_check)]
+mod model;
 
+pub use primitives::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc};
+pub use primitives::thread;
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
-#[cfg(model_check)]
-use std::time::Instant;
 
 use atomic::Ordering::SeqCst;
 
 use crate::clock::monotonic_ns;
 
 pub(crate) use fence::AsymmetricFence;
+#[cfg(model_check)]
+pub use model::{model, model_within};
 
 /// Locks `mutex`, even if a thread panicked while it held the lock. This is safe because every critical
 /// section of the crate leaves its data consistent after each step.
@@ -162,65 +157,11 @@ pub(crate) struct NestedSwitch(atomic::AtomicU32);
 impl NestedSwitch {
     /// Adds a user that turns the switch on, or removes one.
     pub fn set(&self, on: bool) {
-        let _ = self.0.fetch_update(SeqCst, SeqCst, |count| match on {
-            true => Some(count + 1),
-            false => count.checked_sub(1),
-        });
+        let next = |count: u32| if on { Some(count + 1) } else { count.checked_sub(1) };
+        let _ = self.0.fetch_update(SeqCst, SeqCst, next);
     }
 
     pub fn is_on(&self) -> bool {
         self.0.load(SeqCst) > 0
     }
-}
-
-/// Multiplies the number of schedules of shuttle. The search of loom grows with LOOM_MAX_PREEMPTIONS instead.
-#[cfg(shuttle)]
-const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
-
-/// Runs `body` under loom in every order with at most two preemptions, which are enough for most defects; or
-/// under shuttle in `schedules` random orders, multiplied by BLKQ_MODEL_FACTOR. Prints the number of runs.
-#[cfg(model_check)]
-pub fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
-    model_within(2, name, schedules, body);
-}
-
-/// Runs `body` as [`model`] does, but under loom with at most `switches` preemptions, or LOOM_MAX_PREEMPTIONS
-/// if set.
-#[cfg(model_check)]
-pub fn model_within(switches: usize, name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
-    use std::sync::atomic::AtomicUsize;
-    let runs = std::sync::Arc::new(AtomicUsize::new(0));
-    let counted = {
-        let runs = runs.clone();
-        move || {
-            runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            body();
-        }
-    };
-    let begin = Instant::now();
-    #[cfg(loom)]
-    {
-        let _ = schedules;
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = builder.preemption_bound.or(Some(switches));
-        builder.max_branches = 10_000;
-        builder.check(counted);
-    }
-    #[cfg(shuttle)]
-    {
-        let _ = switches;
-        use shuttle::scheduler::{PctScheduler, RandomScheduler};
-        let factor = std::env::var(FACTOR_VARIABLE).ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
-        let half = (schedules * factor).div_ceil(2);
-        let counted = std::sync::Arc::new(counted);
-        let (random, rare) = (counted.clone(), counted);
-        let mut config = shuttle::Config::new();
-        config.stack_size = 256 << 10;
-        // The first scheduler switches everywhere. The second switches rarely, at places that random
-        // schedules seldom reach.
-        shuttle::Runner::new(RandomScheduler::new(half), config.clone()).run(move || random());
-        shuttle::Runner::new(PctScheduler::new(3, half), config).run(move || rare());
-    }
-    let runs = runs.load(std::sync::atomic::Ordering::Relaxed);
-    println!("{name}: {runs} schedules in {:.1} s", begin.elapsed().as_secs_f64());
 }

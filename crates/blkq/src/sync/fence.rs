@@ -1,6 +1,8 @@
 //! A pair of fences, one of which costs nothing, for two sides of which one runs often and the other rarely.
 //! The rare side lets the kernel run a fence on all threads of the process (membarrier(2)).
 
+use rustix::thread::MembarrierCommand;
+
 use super::atomic::{Ordering::SeqCst, fence};
 
 /// Each side writes, then passes its fence, then reads what the other side wrote. At least one of the two
@@ -15,8 +17,8 @@ impl AsymmetricFence {
     /// Registers the process for fences run by the kernel, if the kernel supports them, and checks that they
     /// work. A process may register repeatedly.
     pub fn new() -> AsymmetricFence {
-        let expedited = membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)
-            && membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED);
+        let expedited = membarrier(MembarrierCommand::RegisterPrivateExpedited)
+            && membarrier(MembarrierCommand::PrivateExpedited);
         AsymmetricFence { expedited }
     }
 
@@ -35,21 +37,15 @@ impl AsymmetricFence {
     pub fn heavy(self) {
         fence(SeqCst);
         assert!(
-            !self.expedited || membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED),
+            !self.expedited || membarrier(MembarrierCommand::PrivateExpedited),
             "a system call filter that was installed after the disk was built refuses membarrier"
         );
     }
 }
 
-fn membarrier(command: libc::c_int) -> bool {
-    const FLAGS: libc::c_uint = 0;
-    const CPU: libc::c_int = 0;
-    if cfg!(any(model_check, simulation, miri)) {
-        // These see only the fences of the language.
-        return false;
-    }
-    // SAFETY: the call takes only numbers, and changes no memory.
-    unsafe { libc::syscall(libc::SYS_membarrier, command, FLAGS, CPU) == 0 }
+fn membarrier(command: MembarrierCommand) -> bool {
+    // Model checkers, simulation and Miri see only the fences of the language.
+    !cfg!(any(model_check, simulation, miri)) && rustix::thread::membarrier(command).is_ok()
 }
 
 #[cfg(all(test, not(model_check)))]
