@@ -26,7 +26,7 @@ fn registered(served: &Served) -> u64 {
 
 /// Whether the kernel's vectored calls can use registered memory (Linux 6.15).
 fn has_vectors() -> bool {
-    let probe = || blkq::ring::probe().unwrap().supports(blkq::io_uring::opcode::ReadvFixed::CODE);
+    let probe = || blkq::ring::probe().unwrap()(blkq::io_uring::opcode::ReadvFixed::CODE);
     // On a thread of its own, because the kernel interrupts system calls of a thread that had a ring.
     std::thread::spawn(probe).join().unwrap()
 }

@@ -56,7 +56,7 @@ fn probe<D: Serve>() -> Features {
         Ok(probe) => {
             add("io_uring", true, "everything".into());
             for (name, code, purpose) in D::OPERATIONS {
-                add(name, probe.supports(*code), (*purpose).into());
+                add(name, probe(*code), (*purpose).into());
             }
         }
         Err(e) => add("io_uring", false, format!("everything: {e}")),

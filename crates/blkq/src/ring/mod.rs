@@ -1,15 +1,11 @@
 //! The io_uring of a thread: set-up with fallbacks for older kernels, probing, registered files and buffers,
 //! and a submission queue that never reports that it is full.
 
-mod policy;
+mod interface;
 mod registrar;
-#[cfg(simulation)]
-mod simulated;
 mod tables;
-mod token;
-#[cfg(model_check)]
-mod twin;
-#[cfg(not(any(simulation, loom, shuttle)))]
+#[cfg_attr(simulation, path = "simulated.rs")]
+#[cfg_attr(model_check, path = "twin.rs")]
 mod uring;
 
 #[cfg(not(model_check))]
@@ -22,45 +18,29 @@ use crate::buffer::Segment;
 use crate::error::Error;
 use crate::kick::Kick;
 
-pub use policy::Policy;
-pub(crate) use policy::policy;
+pub use interface::{Cqe, FileSlot, Policy, RingCounters, Token};
+pub(crate) use interface::{KICK, policy};
 pub use registrar::Registrar;
-#[cfg(simulation)]
-pub(crate) use simulated::Ring;
-pub(crate) use token::KICK;
-pub use token::{Cqe, FileSlot, RingCounters, Token};
-#[cfg(model_check)]
-pub(crate) use twin::Ring;
-#[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
 /// Applies `policy` to all rings set up from now on. Only the first call of a process takes effect.
 pub fn set_policy(policy: Policy) {
-    #[cfg(not(any(simulation, loom, shuttle)))]
+    #[cfg(not(any(simulation, model_check)))]
     uring::read_limits();
     // A second policy is either identical or too late, because rings may exist already.
-    let _ = policy::POLICY.set(policy);
+    let _ = interface::POLICY.set(policy);
 }
 
 /// The largest number of bytes that can be registered together: 1 GiB (io_uring/rsrc.c,
 /// `io_buffer_validate`).
 pub const REGISTERED_MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// Queries which operations the rings of an engine support. Fails with
+/// Queries which operations the rings of an engine support. The result returns whether the kernel supports the
+/// operation with a number (`opcode::X::CODE`). Fails with
 /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) on kernels before 6.1 or where io_uring is
 /// forbidden.
-pub fn probe() -> Result<RingProbe, Error> {
-    Ring::new(8).map(RingProbe)
-}
-
-/// The operations that this kernel's rings support.
-pub struct RingProbe(Ring);
-
-impl RingProbe {
-    /// Whether the kernel supports the operation with number `code` (`opcode::X::CODE`).
-    pub fn supports(&self, code: u8) -> bool {
-        self.0.supports(code)
-    }
+pub fn probe() -> Result<impl Fn(u8) -> bool, Error> {
+    Ring::new(8).map(|ring| move |code| ring.supports(code))
 }
 
 /// The operations that every blkq engine uses, with their names, for probing.

@@ -41,16 +41,14 @@ impl<'a> Registrar<'a> {
     /// Adds `fd` to the ring's file table, which keeps the file open. Fails with
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
-        let Some(slot) = self.0.tables.free_files.pop() else {
+        let Some(index) = self.0.tables.free_files.pop() else {
             return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
         };
-        match self.0.update_file(slot, fd.as_raw_fd()) {
-            Ok(()) => Ok(FileSlot { ring: self.0.tables.ring, index: slot }),
-            Err(e) => {
-                self.0.tables.free_files.push(slot);
-                Err(Error::system("cannot register a file with io_uring", e))
-            }
-        }
+        self.0.update_file(index, fd.as_raw_fd()).map_err(|e| {
+            self.0.tables.free_files.push(index);
+            Error::system("cannot register a file with io_uring", e)
+        })?;
+        Ok(FileSlot { ring: self.0.tables.ring, index })
     }
 
     /// Removes a file from the table and leaves `slot` empty. Operations in flight keep the file open. If a
@@ -121,13 +119,11 @@ impl<'a> Registrar<'a> {
         // There is no end to check: users of such memory promise to name only parts of it.
         let claimed = self.0.tables.claim(0, usize::MAX, Some(owner));
         let (place, number) = claimed.ok_or_else(table_is_full)?;
-        match self.0.update_buffer(place, start.as_ptr(), bytes) {
-            Ok(()) => Ok(RegisteredMemory(number)),
-            Err(error) => {
-                self.0.tables.remove(place, true);
-                Err(Error::system("cannot register memory with io_uring", error))
-            }
-        }
+        self.0.update_buffer(place, start.as_ptr(), bytes).map_err(|error| {
+            self.0.tables.remove(place, true);
+            Error::system("cannot register memory with io_uring", error)
+        })?;
+        Ok(RegisteredMemory(number))
     }
 
     /// Unregisters buffers and memory that were dropped. Operations in flight keep their pages pinned.
@@ -158,7 +154,7 @@ impl<'a> Registrar<'a> {
     /// complete by themselves. The kernel then completes these operations, and closes the files, some time
     /// later.
     pub fn abandon(&mut self) {
-        self.0.abandon();
+        self.0.tables.abandoned = true;
     }
 }
 

@@ -32,6 +32,8 @@ pub(crate) struct Tables {
     pub kernel_buffers: Range<u16>,
     /// Indexed by the payload of the tokens of [`KICK`](super::KICK).
     pub kicks: Vec<Arc<Kick>>,
+    /// Operations in flight never complete by themselves, so dropping the ring must not wait for them.
+    pub abandoned: bool,
 }
 
 impl Tables {
@@ -49,6 +51,7 @@ impl Tables {
             bytes_max,
             kernel_buffers: buffers..buffers + kernel_buffers,
             kicks: Vec::new(),
+            abandoned: false,
         }
     }
 

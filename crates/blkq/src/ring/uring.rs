@@ -7,9 +7,8 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
-use super::policy::policy;
+use super::interface::{Cqe, RingCounters, Token, policy};
 use super::tables::Tables;
-use super::token::{Cqe, RingCounters, Token};
 use crate::error::Error;
 
 /// The number of slots of the table of registered files. Halved while the process cannot open that many.
@@ -50,8 +49,6 @@ pub struct Ring {
     unsubmitted_io: u32,
     /// Completions that were reaped before [`Ring::reap_all`] to make room in the completion queue.
     reaped: Vec<Cqe>,
-    /// Operations in flight never complete by themselves, so dropping the ring must not wait for them.
-    abandoned: bool,
 }
 
 impl Ring {
@@ -94,10 +91,8 @@ impl Ring {
         }
         // Without enough lockable memory, the ring has no table of buffers, and buffers are not registered.
         let slots = u32::from(BUFFER_SLOTS + KERNEL_SLOTS);
-        let (buffer_slots, kernel_slots) = match submitter.register_buffers_sparse(slots) {
-            Ok(()) => (BUFFER_SLOTS, KERNEL_SLOTS),
-            Err(_) => (0, 0),
-        };
+        let has_buffers = submitter.register_buffers_sparse(slots).is_ok();
+        let (buffer_slots, kernel_slots) = if has_buffers { (BUFFER_SLOTS, KERNEL_SLOTS) } else { (0, 0) };
         if let Some(policy) = policy() {
             // The kernel rejects a list that contains unknown operations.
             let known = policy.operations.iter().copied().filter(|code| probe.is_supported(*code));
@@ -111,7 +106,6 @@ impl Ring {
             counters: RingCounters::default(),
             unsubmitted_io: 0,
             reaped: Vec::new(),
-            abandoned: false,
         })
     }
 
@@ -192,22 +186,19 @@ impl Ring {
         // Reaped completions have already arrived, so there is no need to wait.
         let want = if self.reaped.is_empty() { want } else { 0 };
         let submitter = self.uring.submitter();
-        let result = match timeout {
-            Some(timeout) if want > 0 => {
-                let timespec = types::Timespec::from(timeout);
-                let args = types::SubmitArgs::new().timespec(&timespec);
-                submitter.submit_with_args(want, &args)
+        let result = match timeout.map(types::Timespec::from) {
+            Some(timespec) if want > 0 => {
+                submitter.submit_with_args(want, &types::SubmitArgs::new().timespec(&timespec))
             }
             _ => submitter.submit_and_wait(want),
         };
-        if let Err(error) = result {
-            match error.raw_os_error() {
-                // EBUSY: the completion queue is full, and the caller reaps it next.
-                Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN) => {}
-                // EBADF, EFAULT, EINVAL and others mean that the ring is broken, which only a defect of this
-                // program can cause. Continuing would lose I/O silently.
-                _ => panic!("io_uring_enter: {error}"),
-            }
+        // EBUSY: the completion queue is full, and the caller reaps it next. EBADF, EFAULT, EINVAL and others mean
+        // that the ring is broken, which only a defect of this program can cause. Continuing would lose I/O
+        // silently.
+        if let Err(error) = result
+            && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN))
+        {
+            panic!("io_uring_enter: {error}");
         }
     }
 
@@ -234,10 +225,6 @@ impl Ring {
         // (`Registrar::register_memory`).
         unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) }
             .map(|_| ())
-    }
-
-    pub fn abandon(&mut self) {
-        self.abandoned = true;
     }
 }
 
@@ -274,7 +261,7 @@ impl Drop for Ring {
         // The kernel frees a ring some time after it was closed. Unregistering the files releases them
         // immediately, because a user may wait to unmount their file system. The call waits for operations on
         // the files.
-        if !self.abandoned {
+        if !self.tables.abandoned {
             let _ = self.uring.submitter().unregister_files();
         }
     }

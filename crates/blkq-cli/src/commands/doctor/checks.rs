@@ -117,7 +117,7 @@ fn kernel(release: &str) -> Finding {
 
 fn io_uring() -> Finding {
     let ready = ring::probe().and_then(|probe| {
-        let lacking = ring::ENGINE_OPERATIONS.iter().filter(|(_, code)| !probe.supports(*code));
+        let lacking = ring::ENGINE_OPERATIONS.iter().filter(|(_, code)| !probe(*code));
         let lacking: Vec<_> = lacking.map(|(name, _)| *name).collect();
         let why = format!("lacks the operations {}", lacking.join(", "));
         if lacking.is_empty() { Ok(()) } else { Err(blkq::Error::new(ErrorKind::Unsupported, why)) }

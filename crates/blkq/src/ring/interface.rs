@@ -1,4 +1,24 @@
-use io_uring::cqueue;
+//! The values with which users of a ring name operations, completions and files, and the policy of all rings.
+
+use std::sync::OnceLock;
+
+use crate::error::Error;
+
+/// The operations that are permitted on the rings of a confined process. A system call filter does not see
+/// operations of a ring, so the ring itself has to be restricted.
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    /// The numbers (`opcode::X::CODE`) of the permitted operations. The kernel fails all others with EACCES.
+    pub operations: &'static [u8],
+    /// Called on the thread of each engine once its ring is set up. The engine sets up no other ring.
+    pub sealed: fn() -> Result<(), Error>,
+}
+
+pub(super) static POLICY: OnceLock<Policy> = OnceLock::new();
+
+pub(crate) fn policy() -> Option<&'static Policy> {
+    POLICY.get()
+}
 
 /// Identifies an operation of the ring: 16 bits for its owner, and 48 bits of payload for the owner's use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,7 +60,7 @@ pub struct Cqe {
 impl Cqe {
     /// Whether a multishot submission will post more completions.
     pub fn more(self) -> bool {
-        cqueue::more(self.flags)
+        io_uring::cqueue::more(self.flags)
     }
 }
 
