@@ -28,7 +28,7 @@ impl CeilingSearch {
     /// Removes the disk's own limits, and starts a search. Fails with [`ErrorKind::Busy`] if one is running.
     pub fn begin(disk: &Arc<Disk>) -> Result<CeilingSearch, Error> {
         let times: Arc<[Arc<DeviceTimes>]> =
-            (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
+            (0..disk.queue_count()).map(|_| Arc::<DeviceTimes>::default()).collect();
         if !disk.throttle.set_measured(Some(times.clone())) {
             return Err(Error::new(
                 ErrorKind::Busy,

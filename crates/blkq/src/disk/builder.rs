@@ -9,7 +9,6 @@ use crate::limits::QUEUES_MAX;
 use crate::remote::gate::RequestGate;
 use crate::remote::software::SoftwareQueues;
 use crate::sched::SchedulerKind;
-use crate::stats::QueueStats;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::tags::TagSet;
@@ -130,7 +129,7 @@ impl DiskBuilder {
                 tags: shared.clone(),
                 kick: Arc::new(Kick::new()?),
                 software: SoftwareQueues::new(),
-                stats: QueueStats::shared(),
+                stats: Arc::default(),
                 open: AtomicBool::new(false),
             }))
         };

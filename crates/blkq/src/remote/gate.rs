@@ -172,11 +172,6 @@ impl RequestGate {
         }
     }
 
-    #[cfg(test)]
-    pub fn in_flight(&self, direction: Direction) -> u32 {
-        in_flight(self.side(direction).load.load(SeqCst))
-    }
-
     pub fn waiting(&self, direction: Direction) -> u32 {
         waiting(self.side(direction).load.load(SeqCst))
     }

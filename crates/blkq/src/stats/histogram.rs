@@ -1,5 +1,10 @@
 //! A log-linear histogram of latencies, with eight buckets per power of two of nanoseconds.
 
+// Not checked by a model checker: readers need no order between counters.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::add;
+
 /// Base-2 logarithm of the number of buckets per power of two.
 const SUB_BITS: u32 = 3;
 const SUB_BUCKETS: usize = 1 << SUB_BITS;
@@ -14,7 +19,7 @@ pub const LATENCY_BUCKETS: usize = (LIMIT_BITS - SUB_BITS + 1) as usize * SUB_BU
 /// The bucket of a latency. Below 16 ns, each nanosecond has a bucket. Above, the width of a bucket is at
 /// most an eighth of its lower edge.
 #[inline]
-pub(crate) fn bucket_of(latency_ns: u64) -> usize {
+fn bucket_of(latency_ns: u64) -> usize {
     let ns = latency_ns.min((1 << LIMIT_BITS) - 1);
     let shift = (63 - (ns | SUB_BUCKETS as u64).leading_zeros()) - SUB_BITS;
     ((shift as usize) << SUB_BITS) + (ns >> shift) as usize
@@ -25,6 +30,28 @@ fn upper_edge_ns(bucket: usize) -> u64 {
     let shift = (bucket >> SUB_BITS).saturating_sub(1);
     let above = (bucket - (shift << SUB_BITS)) as u64 + 1;
     (above << shift) - 1
+}
+
+/// The buckets of a [`Histogram`], counted by one thread while others read them.
+#[derive(Debug)]
+pub(crate) struct LatencyCounters([AtomicU64; LATENCY_BUCKETS]);
+
+impl Default for LatencyCounters {
+    fn default() -> LatencyCounters {
+        LatencyCounters([const { AtomicU64::new(0) }; LATENCY_BUCKETS])
+    }
+}
+
+impl LatencyCounters {
+    /// Counts `count` requests with the same latency.
+    #[inline]
+    pub fn count(&self, latency_ns: u64, count: u64) {
+        add(&self.0[bucket_of(latency_ns)], count);
+    }
+
+    pub fn add_to(&self, buckets: &mut [u64; LATENCY_BUCKETS]) {
+        buckets.iter_mut().zip(&self.0).for_each(|(sum, counter)| *sum += counter.load(Relaxed));
+    }
 }
 
 /// The latencies of one group of operations.
@@ -60,13 +87,11 @@ impl Histogram {
         let count = self.count();
         let rank = ((count as f64 * percent / 100.0).ceil() as u64).clamp(1, count.max(1));
         let mut seen = 0;
-        for (bucket, &n) in self.buckets.iter().enumerate() {
-            seen += n;
-            if seen >= rank {
-                return self.edge_ns(bucket);
-            }
-        }
-        0
+        let reached = self.buckets.iter().position(|count| {
+            seen += count;
+            seen >= rank
+        });
+        reached.map_or(0, |bucket| self.edge_ns(bucket))
     }
 
     fn edge_ns(&self, bucket: usize) -> u64 {
@@ -76,13 +101,11 @@ impl Histogram {
     /// How many latencies were below each power of two of nanoseconds, from 2^`from` to 2^`to` (at most 40),
     /// as pairs of power and count. Powers of two are edges of buckets, so the counts are exact.
     pub fn below_powers(&self, from: u32, to: u32) -> Vec<(u64, u64)> {
-        let powers = from..=to.min(LIMIT_BITS);
-        powers
-            .map(|bits| {
-                let edge = if bits == LIMIT_BITS { LATENCY_BUCKETS } else { bucket_of(1 << bits) };
-                (1 << bits, self.buckets[..edge].iter().sum())
-            })
-            .collect()
+        let below = |bits: u32| {
+            let edge = if bits == LIMIT_BITS { LATENCY_BUCKETS } else { bucket_of(1 << bits) };
+            (1 << bits, self.buckets[..edge].iter().sum())
+        };
+        (from..=to.min(LIMIT_BITS)).map(below).collect()
     }
 
     /// Adds the counts of another histogram.
@@ -100,10 +123,8 @@ impl Histogram {
         for (mine, theirs) in delta.buckets.iter_mut().zip(earlier.buckets.iter()) {
             *mine = mine.saturating_sub(*theirs);
         }
-        delta.max_ns = match delta.buckets.iter().rposition(|&n| n != 0) {
-            Some(bucket) => self.edge_ns(bucket),
-            None => 0,
-        };
+        let last = delta.buckets.iter().rposition(|&n| n != 0);
+        delta.max_ns = last.map_or(0, |bucket| self.edge_ns(bucket));
         delta
     }
 }

@@ -19,7 +19,7 @@ use crate::layout::CachePadded;
 mod histogram;
 mod snapshot;
 
-pub(crate) use histogram::bucket_of as latency_bucket;
+pub(crate) use histogram::LatencyCounters;
 pub use histogram::{Histogram, LATENCY_BUCKETS};
 pub use snapshot::{GroupSnapshot, StatsSnapshot};
 
@@ -133,7 +133,7 @@ struct GroupCounters {
 }
 
 /// The statistics of one queue, as other threads read them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct QueueStats {
     in_flight: [AtomicU64; 2],
@@ -146,7 +146,7 @@ pub(crate) struct QueueStats {
     groups: [GroupCounters; StatGroup::COUNT],
     counters: [AtomicU64; Counter::COUNT],
     clock_age_max_ns: AtomicU64,
-    latencies: [[AtomicU64; LATENCY_BUCKETS]; StatGroup::COUNT],
+    latencies: [LatencyCounters; StatGroup::COUNT],
     errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
     refused: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
     hung: AtomicU64,
@@ -154,32 +154,7 @@ pub(crate) struct QueueStats {
     held: AtomicU64,
 }
 
-fn zeroes<const N: usize>() -> [AtomicU64; N] {
-    [const { AtomicU64::new(0) }; N]
-}
-
 impl QueueStats {
-    fn new() -> QueueStats {
-        QueueStats {
-            in_flight: zeroes(),
-            in_flight_max: zeroes(),
-            busy: AtomicU64::new(0),
-            groups: Default::default(),
-            counters: zeroes(),
-            clock_age_max_ns: AtomicU64::new(0),
-            latencies: std::array::from_fn(|_| zeroes()),
-            errors: std::array::from_fn(|_| zeroes()),
-            refused: std::array::from_fn(|_| zeroes()),
-            hung: AtomicU64::new(0),
-            throttled: AtomicU64::new(0),
-            held: AtomicU64::new(0),
-        }
-    }
-
-    pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
-        Arc::new(CachePadded::new(QueueStats::new()))
-    }
-
     /// The current values: exact without I/O, and off by at most a batch of completions during I/O.
     pub fn snapshot(&self) -> StatsSnapshot {
         // The clock is read second, so that it is never earlier than the time in the word.
@@ -229,7 +204,7 @@ impl QueueStats {
             group.sectors = counters.sectors.load(Relaxed);
             group.nanoseconds = counters.nanoseconds.load(Relaxed);
             group.latency.max_ns = counters.latency_max_ns.load(Relaxed);
-            load(&self.latencies[i], group.latency.buckets.as_mut_slice());
+            self.latencies[i].add_to(&mut group.latency.buckets);
             load(&self.errors[i], &mut group.errors);
             load(&self.refused[i], &mut group.refused);
         }
@@ -330,7 +305,7 @@ impl StatsWriter {
             add(&stats.counters[Counter::NegativeLatencies as usize], requests);
         }
         let counters = &stats.groups[group as usize];
-        add(&stats.latencies[group as usize][latency_bucket(latency_ns)], requests);
+        stats.latencies[group as usize].count(latency_ns, requests);
         raise(&counters.latency_max_ns, latency_ns);
         add(&counters.ios, requests);
         add(&counters.sectors, sectors);

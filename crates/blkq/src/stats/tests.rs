@@ -4,10 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-impl Default for StatsWriter {
-    fn default() -> StatsWriter {
-        StatsWriter(QueueStats::shared())
-    }
+fn new_writer() -> StatsWriter {
+    StatsWriter(Arc::default())
 }
 
 fn snapshot_at(writer: &StatsWriter, now_ns: u64) -> StatsSnapshot {
@@ -80,7 +78,7 @@ impl Model {
 proptest! {
     #[test]
     fn counters_follow_the_model(steps in proptest::collection::vec(step(), 1..60)) {
-        let mut writer = StatsWriter::default();
+        let mut writer = new_writer();
         let mut model = Model { now_ns: 1_000_000_000_000, ..Model::default() };
         let begin_ns = model.now_ns;
         for step in steps {
@@ -156,7 +154,7 @@ proptest! {
 
 #[test]
 fn fields_are_in_the_order_and_units_of_sysfs() {
-    let mut writer = StatsWriter::default();
+    let mut writer = new_writer();
     let ms = 1_000_000_u64;
     writer.start(StatGroup::Read, 3, 10 * ms);
     writer.merged(StatGroup::Read);
@@ -177,7 +175,7 @@ fn fields_are_in_the_order_and_units_of_sysfs() {
 
 #[test]
 fn a_completion_before_the_start_counts_as_no_time() {
-    let mut writer = StatsWriter::default();
+    let mut writer = new_writer();
     writer.start(StatGroup::Write, 1, 1000);
     writer.done(StatGroup::Write, (1, 8), 1000, 990);
     let now = snapshot_at(&writer, 2000);
@@ -188,7 +186,7 @@ fn a_completion_before_the_start_counts_as_no_time() {
 
 #[test]
 fn several_queues_are_never_busier_than_the_clock() {
-    let mut queues = [StatsWriter::default(), StatsWriter::default()];
+    let mut queues = [new_writer(), new_writer()];
     for queue in &mut queues {
         queue.start(StatGroup::Read, 2, 100);
     }
@@ -204,7 +202,7 @@ fn several_queues_are_never_busier_than_the_clock() {
 
 #[test]
 fn a_reader_sees_busy_time_rise_and_no_torn_value() {
-    let mut writer = StatsWriter::default();
+    let mut writer = new_writer();
     let stats = writer.0.clone();
     let begin_ns = monotonic_ns();
     let done = std::sync::atomic::AtomicBool::new(false);

@@ -19,7 +19,10 @@
 //!
 //! [`AutoLimit`] uses neither a clock nor a device: it decides only from the loads that it is passed.
 
-use crate::stats::Histogram;
+// The counters are not checked by a model checker, like other statistics: readers need no order between them.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::stats::{Histogram, LatencyCounters, add, raise};
 use crate::throttle::{LimitKey, RateLimit, RateLimits};
 
 const MS: u64 = 1_000_000;
@@ -95,6 +98,40 @@ pub struct DeviceLoad {
     pub throttled_ns: u64,
     /// Requests that the device has now.
     pub in_flight: u64,
+}
+
+/// The counters of one queue, which measure how long the device itself has requests, without the time for which they
+/// wait for a limit. Only the owner of the queue writes them.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceTimes {
+    latencies: LatencyCounters,
+    latency_max_ns: AtomicU64,
+    bytes: AtomicU64,
+    ios: AtomicU64,
+    in_flight: AtomicU64,
+}
+
+impl DeviceTimes {
+    /// Counts `count` completed requests of any operation. The driver has `left` other requests.
+    pub fn completed(&self, count: u64, left: u64) {
+        add(&self.ios, count);
+        self.in_flight.store(left, Relaxed);
+    }
+
+    /// Counts one of them, a read or write of `bytes` that took `latency_ns`.
+    pub fn timed(&self, latency_ns: u64, bytes: u64) {
+        self.latencies.count(latency_ns, 1);
+        add(&self.bytes, bytes);
+        raise(&self.latency_max_ns, latency_ns);
+    }
+
+    pub fn add_to(&self, load: &mut DeviceLoad) {
+        self.latencies.add_to(&mut load.latency.buckets);
+        load.latency.max_ns = load.latency.max_ns.max(self.latency_max_ns.load(Relaxed));
+        load.bytes += self.bytes.load(Relaxed);
+        load.ios += self.ios.load(Relaxed);
+        load.in_flight += self.in_flight.load(Relaxed);
+    }
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -75,12 +75,8 @@ pub(crate) fn clock_ns(spent_ns: i64) -> u64 {
 
 /// The number of units that have accrued at `rate` per second since `start_ns`. `None` before `start_ns`.
 pub(crate) fn accrued(start_ns: i64, now_ns: u64, rate: u64) -> Option<u64> {
-    (start_ns <= now_ns.cast_signed()).then(|| units_of(now_ns.cast_signed().abs_diff(start_ns), rate))
-}
-
-/// The number of units at `rate` per second in that time.
-pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
-    scaled(ns, rate, NS_PER_S)
+    (start_ns <= now_ns.cast_signed())
+        .then(|| scaled(now_ns.cast_signed().abs_diff(start_ns), rate, NS_PER_S))
 }
 
 /// The nanoseconds that `units` take at `rate` per second, and the remainder for the next call, which is less
@@ -105,11 +101,6 @@ pub(crate) fn scaled(value: u64, numerator: u64, denominator: u64) -> u64 {
         None => u64::try_from(u128::from(value) * u128::from(numerator) / u128::from(denominator))
             .unwrap_or(u64::MAX),
     }
-}
-
-/// The credit of a burst, in nanoseconds of the rate: what such a burst may use above the limit.
-pub(crate) fn burst_credit_ns(rate: u64, burst_rate: u64, length_ns: u64) -> u64 {
-    scaled(length_ns, burst_rate.saturating_sub(rate), rate)
 }
 
 #[cfg(all(test, not(model_check)))]

@@ -113,7 +113,20 @@ impl RateLimits {
 
     /// Sets the limit of `key`. Fails with [`ErrorKind::Invalid`] if the rate or the burst is out of range.
     pub fn set(&mut self, key: LimitKey, limit: RateLimit) -> Result<(), Error> {
-        check(key, limit)?;
+        let (name, RateLimit { rate, burst }) = (key.name(), limit);
+        let (lowest, highest) = key.range().into_inner();
+        if !(lowest..=highest).contains(&rate) {
+            return Err(invalid(format!("{name} must be {lowest} to {highest}, not {rate}")));
+        }
+        if let Some(burst) = burst.filter(|burst| burst.rate <= rate || burst.rate > highest) {
+            return Err(invalid(format!(
+                "the burst rate of {name} must be higher than its rate, and at most {highest}, not {}",
+                burst.rate
+            )));
+        }
+        if burst.is_some_and(|burst| !BURST_NS.contains(&burst.length_ns)) {
+            return Err(invalid(format!("the burst of {name} must last 1ms to 3600s")));
+        }
         self.limits[key as usize] = Some(limit);
         Ok(())
     }
@@ -149,9 +162,8 @@ impl RateLimits {
                 limits.set(key, RateLimit { rate, burst }).ok()?;
             }
         }
-        match words[LIMIT_WORDS - 1] {
-            0 => {}
-            bytes => limits.set_iops_size(bytes).ok()?,
+        if let bytes @ 1.. = words[LIMIT_WORDS - 1] {
+            limits.set_iops_size(bytes).ok()?;
         }
         Some(limits)
     }
@@ -159,25 +171,6 @@ impl RateLimits {
 
 fn invalid(why: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, why)
-}
-
-fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
-    let (name, RateLimit { rate, burst }) = (key.name(), limit);
-    let (lowest, highest) = key.range().into_inner();
-    if !(lowest..=highest).contains(&rate) {
-        return Err(invalid(format!("{name} must be {lowest} to {highest}, not {rate}")));
-    }
-    let Some(burst) = burst else { return Ok(()) };
-    if burst.rate <= rate || burst.rate > highest {
-        return Err(invalid(format!(
-            "the burst rate of {name} must be higher than its rate, and at most {highest}, not {}",
-            burst.rate
-        )));
-    }
-    if !BURST_NS.contains(&burst.length_ns) {
-        return Err(invalid(format!("the burst of {name} must last 1ms to 3600s")));
-    }
-    Ok(())
 }
 
 impl FromStr for RateLimits {
@@ -205,12 +198,9 @@ impl FromStr for RateLimits {
                 limits.set(key, RateLimit { rate: key.parse_rate(value)?, burst: None })?;
                 last = Some(key);
             } else if name == "burst" {
-                let Some(key) = last else {
-                    return Err(invalid("burst must follow the limit to which it belongs"));
-                };
-                let Some(limit) = limits.get(key).filter(|limit| limit.burst.is_none()) else {
-                    return Err(invalid(format!("{} has two bursts", key.name())));
-                };
+                let key = last.ok_or_else(|| invalid("burst must follow the limit to which it belongs"))?;
+                let limit = limits.get(key).filter(|limit| limit.burst.is_none());
+                let limit = limit.ok_or_else(|| invalid(format!("{} has two bursts", key.name())))?;
                 let (rate, length) = value.split_once('x').ok_or_else(|| invalid(BURST_RULE))?;
                 let length_ns = parse_duration_ns(length).map_err(|_| invalid(BURST_RULE))?;
                 let burst = Some(Burst { rate: key.parse_rate(rate)?, length_ns });

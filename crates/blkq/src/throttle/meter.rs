@@ -3,11 +3,9 @@
 
 use std::sync::Arc;
 
-use super::bucket::{
-    NS_PER_S, accrued, burst_credit_ns, clock_ns, cost_ns, scaled, shared_spent_ns, start_of, units_of,
-};
+use super::bucket::{NS_PER_S, accrued, clock_ns, cost_ns, scaled, shared_spent_ns, start_of};
 use super::group::Member;
-use super::limits::{LimitKey, RateLimit, RateLimits};
+use super::limits::{Burst, LimitKey, RateLimit, RateLimits};
 use super::{bucket, group};
 use crate::bio::Operation;
 use crate::request::Request;
@@ -112,7 +110,9 @@ impl Meter {
                 weights: (1, 1),
                 weights_until_ns: 0,
             };
-            let credit_ns = burst.map_or(0, |burst| burst_credit_ns(rate, burst.rate, burst.length_ns));
+            // The credit of a burst, in nanoseconds of the rate: what such a burst may use above the limit.
+            let credit_of = |burst: Burst| scaled(burst.length_ns, burst.rate.saturating_sub(rate), rate);
+            let credit_ns = burst.map_or(0, credit_of);
             all.push(meter(rate, false, credit_ns.max(CREDIT_NS)));
             all.extend(burst.map(|burst| meter(burst.rate, true, CREDIT_NS)));
         }
@@ -220,13 +220,6 @@ impl Meter {
         spare.min(self.rate / (NS_PER_S / PREPAID_NS)).min(units.saturating_mul(PREPAID_BATCHES))
     }
 
-    fn return_prepaid(&mut self) {
-        if self.prepaid > 0 {
-            self.refund_units(self.prepaid);
-            self.prepaid = 0;
-        }
-    }
-
     /// The number of requests of the batch that may start within `room`, and their cost.
     #[inline]
     fn count(&self, batch: &[Tag], requests: &[Request], room: Option<u64>) -> (usize, u64) {
@@ -253,7 +246,10 @@ impl Meter {
         if self.pay(batch, requests) {
             return Admitted { count: batch.len(), next_ns: now_ns };
         }
-        self.return_prepaid();
+        if self.prepaid > 0 {
+            self.refund_units(self.prepaid);
+            self.prepaid = 0;
+        }
         self.charge(batch, requests, now_ns, is_late)
     }
 
@@ -282,7 +278,7 @@ impl Meter {
             if let Some(member) = &member {
                 share_ns = shared_spent_ns(member.spent_ns(self.key), now_ns);
                 let share_left = accrued(start_of(share_ns, now_ns, share_credit_ns), now_ns, NS_PER_S);
-                let own_room = share_left.map(|ns| units_of(scaled(ns, weight, all), self.rate));
+                let own_room = share_left.map(|ns| scaled(scaled(ns, weight, all), self.rate, NS_PER_S));
                 let (own_count, own_units) = self.count(batch, requests, own_room);
                 if own_count > count && all > weight {
                     (room, count, units) = (own_room, own_count, own_units);

@@ -13,10 +13,8 @@ mod limits;
 mod meter;
 #[cfg(all(test, model_check))]
 mod model;
-mod sequence;
 #[cfg(all(test, not(model_check)))]
 mod tests;
-mod times;
 
 use std::sync::Arc;
 
@@ -24,6 +22,7 @@ use crate::clock::monotonic_ns;
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, NestedSwitch, lock};
 
+pub(crate) use auto::DeviceTimes;
 #[cfg(simulation)]
 pub use admissions::{Admission, take_admissions};
 pub use auto::{AutoLimit, DeviceLoad};
@@ -31,7 +30,6 @@ use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
 pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, LimitMode, RateLimit, RateLimits};
 pub(crate) use meter::{Counted, Meter, SPARE_DELAY_NS};
-pub(crate) use times::DeviceTimes;
 
 /// The limits of a disk as its queues use them.
 #[derive(Clone, Default)]
@@ -41,6 +39,8 @@ pub(crate) struct Throttle {
     member: Option<Arc<Member>>,
     /// The counters of device times for each queue. `Some` while the disk's ceiling is searched.
     measured: Option<Arc<[Arc<DeviceTimes>]>>,
+    /// The ceiling that the running search has found.
+    ceiling: Option<RateLimits>,
 }
 
 impl Throttle {
@@ -83,8 +83,6 @@ pub(crate) struct ThrottleControl {
     generation: AtomicU64,
     /// While this is on, all requests pass.
     bypass: NestedSwitch,
-    /// The ceiling that the running search has found.
-    ceiling: Mutex<Option<RateLimits>>,
 }
 
 impl ThrottleControl {
@@ -114,21 +112,19 @@ impl ThrottleControl {
         if times.is_some() && throttle.measured.is_some() {
             return false;
         }
-        throttle.measured = times;
+        (throttle.measured, throttle.ceiling) = (times, None);
         self.generation.fetch_add(1, SeqCst);
-        drop(throttle);
-        self.set_ceiling(None);
         true
     }
 
     pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
-        *lock(&self.ceiling) = ceiling;
+        lock(&self.throttle).ceiling = ceiling;
     }
 
     pub fn ceiling(&self) -> Ceiling {
-        let is_searched = lock(&self.throttle).measured.is_some();
-        match *lock(&self.ceiling) {
-            _ if !is_searched => Ceiling::NotSearched,
+        let throttle = lock(&self.throttle);
+        match throttle.ceiling {
+            _ if throttle.measured.is_none() => Ceiling::NotSearched,
             None => Ceiling::Unknown,
             Some(limits) => Ceiling::Found(limits),
         }

@@ -1,6 +1,6 @@
 //! Properties of the words of limits and groups that the model checkers verify.
 
-use super::sequence::SequencedWords;
+use super::group::SequencedWords;
 use super::*;
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::request::Request;

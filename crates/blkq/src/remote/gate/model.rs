@@ -9,6 +9,12 @@ use crate::sync::{model, thread};
 
 const W: Direction = Direction::Write;
 
+impl RequestGate {
+    pub fn in_flight(&self, direction: Direction) -> u32 {
+        in_flight(self.side(direction).load.load(SeqCst))
+    }
+}
+
 /// Submitters and an engine. Requests in flight are also counted outside of the gate.
 struct Checked {
     gate: RequestGate,

@@ -10,6 +10,12 @@ const R: Direction = Direction::Read;
 const W: Direction = Direction::Write;
 const MS: u64 = 1_000_000;
 
+impl RequestGate {
+    fn in_flight(&self, direction: Direction) -> u32 {
+        in_flight(self.side(direction).load.load(SeqCst))
+    }
+}
+
 fn enters(gate: &RequestGate, batcher: &mut Batcher, now_ns: u64) -> u32 {
     (0..).take_while(|_| gate.try_enter(W, batcher, || now_ns)).count() as u32
 }
