@@ -130,6 +130,18 @@ impl World for OneThread {
     fn exists(&self, _: &Path) -> bool {
         unreachable!("there are no trigger files");
     }
+
+    fn admitted(&self, _: u8, _: u64) {
+        unreachable!("the disk reports to no world");
+    }
+
+    fn write_held(&self, _: usize, _: u16) {
+        unreachable!("the disk reports to no world");
+    }
+
+    fn request_completed(&self, _: usize, _: u16) {
+        unreachable!("the disk reports to no world");
+    }
 }
 
 /// Checks one input.

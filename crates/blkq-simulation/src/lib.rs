@@ -16,6 +16,8 @@ mod injections;
 #[cfg(simulation)]
 mod kernel;
 #[cfg(simulation)]
+mod observations;
+#[cfg(simulation)]
 mod world;
 
 #[cfg(simulation)]
@@ -24,5 +26,7 @@ pub use file::{SECTOR_BYTES, SimulatedFile};
 pub use injections::{Hit, Injection, take_injections};
 #[cfg(simulation)]
 pub use kernel::{Defect, Faults};
+#[cfg(simulation)]
+pub use observations::{Admission, forget_held_writes, held_writes, take_admissions};
 #[cfg(simulation)]
 pub use world::*;

@@ -12,6 +12,7 @@ use io_uring::squeue;
 use crate::file::SimulatedFile;
 use crate::injections::{record, take_injections};
 use crate::kernel::{Cqe, Defect, Faults, Kernel};
+use crate::observations;
 
 thread_local! {
     static WORLD: RefCell<World> = RefCell::new(World::new(0, 0, Faults::default()));
@@ -104,6 +105,18 @@ impl Simulated for ThisThread {
 
     fn exists(&self, file: &Path) -> bool {
         file.exists() || with(|world| world.kernel.defect == Some(Defect::GhostFile))
+    }
+
+    fn admitted(&self, operation: u8, bytes: u64) {
+        observations::admitted(operation, bytes, time_ns());
+    }
+
+    fn write_held(&self, queue: usize, tag: u16) {
+        observations::write_held(queue, tag);
+    }
+
+    fn request_completed(&self, queue: usize, tag: u16) {
+        observations::request_completed(queue, tag);
     }
 }
 

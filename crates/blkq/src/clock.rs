@@ -152,7 +152,7 @@ pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
 /// The time of CLOCK_MONOTONIC in nanoseconds.
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
-    crate::simulation::instant();
+    crate::simulation::world().instant();
     worker_ns()
 }
 

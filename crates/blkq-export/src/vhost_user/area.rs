@@ -37,7 +37,7 @@ macro_rules! word {
                 return;
             }
             #[cfg(simulation)]
-            blkq::simulation::instant();
+            blkq::simulation::world().instant();
             #[cfg(test)]
             history::store(self, offset, u64::from(value), size_of::<$word>(), order);
             // SAFETY: `place` returns a valid address. The guest reads the word from another process.

@@ -9,12 +9,11 @@ use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 
 use blkq::random::Random;
-use blkq::simulation::held_writes;
 use blkq::{Disk, Operation, Status};
 use blkq_drivers::fault::Effect;
 use blkq_export::nbd::proto::*;
 use blkq_simulation as simulation;
-use blkq_simulation::SECTOR_BYTES;
+use blkq_simulation::{SECTOR_BYTES, held_writes};
 
 use super::hits::{KINDS, Noticed};
 use super::holds::Holding;

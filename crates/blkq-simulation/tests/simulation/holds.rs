@@ -6,10 +6,10 @@ use std::sync::Arc;
 use blkq::engine::SimulatedEngine;
 use blkq::hang::Place;
 use blkq::random::Random;
-use blkq::simulation::{forget_held_writes, held_writes};
 use blkq::{Disk, ErrorPolicy, Resume, SchedulerKind, Status};
 use blkq_export::nbd::proto::NbdError;
 use blkq_simulation as simulation;
+use blkq_simulation::{forget_held_writes, held_writes};
 
 use super::client::History;
 

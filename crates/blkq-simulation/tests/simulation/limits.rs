@@ -7,9 +7,10 @@ use std::sync::Arc;
 use blkq::disk::CeilingSearch;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::random::Random;
-use blkq::throttle::{Admission, Group, LimitKey, RateLimit, RateLimits, take_admissions};
+use blkq::throttle::{Group, LimitKey, RateLimit, RateLimits};
 use blkq::{Bio, Disk, IoBuffer, LocalQueue, Operation, Sector};
 use blkq_simulation as simulation;
+use blkq_simulation::{Admission, take_admissions};
 
 const NS_PER_S: u128 = 1_000_000_000;
 /// How far a device may be ahead of its rate, in nanoseconds: a queue that waited makes up for 100 ms, and each of two

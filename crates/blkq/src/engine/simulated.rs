@@ -35,27 +35,22 @@ impl SimulatedEngine {
     /// due deadline: an engine on a thread would have slept.
     #[cfg(simulation)]
     pub fn turn_as_woken(&mut self) {
-        let (had_work, deadline_ns, (reaped, batches)) =
-            (self.0.has_work(), self.0.deadline_ns(), self.counts());
-        let disk = self.0.parts.queues[0].disk();
+        let (had_work, deadline_ns) = (self.0.has_work(), self.0.deadline_ns());
+        let disk = self.0.parts.queues[0].disk().clone();
+        let batches = || disk.counter(crate::stats::Counter::DispatchBatches);
+        let (reaped_before, batches_before) = (self.0.parts.ring.reaped, batches());
         // Requests that wait for a limit may start before their deadline if the limit of a group has changed.
         // A queue that waits for shared tags is woken when a batch of tags is free, but a turn before the
         // wake-up may already find the first of these tags.
         let may_be_early = disk.throttled() > 0 && !disk.control.is_frozen()
             || self.0.parts.queues.iter().any(|queue| queue.waits_for_batch());
         self.0.turn();
-        let (reaped_now, batches_now) = self.counts();
-        if batches_now != batches && !had_work && !may_be_early && reaped_now == reaped {
+        let has_reaped = self.0.parts.ring.reaped != reaped_before;
+        if batches() != batches_before && !had_work && !may_be_early && !has_reaped {
             let is_due = deadline_ns.is_some_and(|deadline_ns| deadline_ns <= crate::clock::monotonic_ns());
             assert!(is_due, "a sleeping engine would have missed the work of this turn");
         }
         self.0.enter();
-    }
-
-    #[cfg(simulation)]
-    fn counts(&self) -> (u64, u64) {
-        let batches = self.0.parts.queues[0].disk().counter(crate::stats::Counter::DispatchBatches);
-        (self.0.parts.ring.reaped, batches)
     }
 
     /// Runs one turn, and collects completions for the next turn without waiting.

@@ -163,7 +163,7 @@ impl Hold {
             return;
         }
         #[cfg(simulation)]
-        crate::simulation::write_held(io.disk.index, tag.0);
+        crate::simulation::world().write_held(io.disk.index, tag.0);
         if !std::mem::replace(&mut self.writes[tag.index()], true) {
             self.write_count += 1;
             io.disk.disk.hold.add_write();

@@ -664,7 +664,9 @@ impl Io {
             rest = &rest[count..];
         }
         #[cfg(simulation)]
-        completed.iter().for_each(|(tag, _)| crate::simulation::request_completed(self.disk.index, tag.0));
+        for (tag, _) in completed {
+            crate::simulation::world().request_completed(self.disk.index, tag.0);
+        }
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
         self.tags.share_freed();

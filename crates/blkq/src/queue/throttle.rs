@@ -267,7 +267,7 @@ impl QueueThrottle {
         debug_assert!(!is_paid || self.meters[0].cost_of_all(batch, requests) == units);
         #[cfg(simulation)]
         if is_paid {
-            crate::throttle::admissions::admitted(batch, requests);
+            crate::throttle::note_admitted(batch, requests);
         }
         is_paid
     }
@@ -286,7 +286,7 @@ impl QueueThrottle {
             }
         }
         #[cfg(simulation)]
-        crate::throttle::admissions::admitted(batch, requests);
+        crate::throttle::note_admitted(batch, requests);
         true
     }
 
@@ -330,7 +330,7 @@ impl QueueThrottle {
             }
         }
         #[cfg(simulation)]
-        crate::throttle::admissions::admitted(&batch[..count], requests);
+        crate::throttle::note_admitted(&batch[..count], requests);
         (count, next_ns)
     }
 

@@ -3,17 +3,10 @@
 //! repository. In the builds of fuzz targets (`fuzz_interface`), a world replaces only waiting, on threads that
 //! run the turns of their engines themselves. Other builds do not contain this module.
 
-#[cfg(simulation)]
-mod held;
-
 use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
-#[cfg(simulation)]
-pub use held::{forget_held_writes, held_writes};
-#[cfg(simulation)]
-pub(crate) use held::{request_completed, write_held};
 use io_uring::squeue;
 
 thread_local! {
@@ -48,6 +41,15 @@ pub trait World {
 
     /// Whether the trigger file of the fault driver exists.
     fn exists(&self, file: &Path) -> bool;
+
+    /// Notes that a request was admitted and charged. `operation` is a number of [`Operation`](crate::Operation).
+    fn admitted(&self, operation: u8, bytes: u64);
+
+    /// Notes that the write with this tag of this queue is held after an error, possibly again.
+    fn write_held(&self, queue: usize, tag: u16);
+
+    /// Notes that the request with this tag of this queue has completed.
+    fn request_completed(&self, queue: usize, tag: u16);
 }
 
 /// Makes `world` the world of this thread.
@@ -62,16 +64,7 @@ pub fn is_one_thread() -> bool {
 
 /// Lets the world make progress while this thread waits. Returns false if the thread has no world.
 pub(crate) fn step() -> bool {
-    WORLD.get().is_some_and(|world| {
-        world.step();
-        true
-    })
-}
-
-/// A point at which the world may kill the simulated process ([`World::instant`]). Panics without a world.
-#[cfg(simulation)]
-pub fn instant() {
-    world().instant();
+    WORLD.get().map(|world| world.step()).is_some()
 }
 
 /// The world of this thread. Panics if no world was installed.

@@ -4,8 +4,6 @@
 //! that must wait keeps its place in the plug, the scheduler or the queue, and can still be merged. The
 //! members of a group have shares by weight, and may use what the others leave.
 
-#[cfg(simulation)]
-pub(crate) mod admissions;
 mod auto;
 mod bucket;
 mod group;
@@ -23,8 +21,6 @@ use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, NestedSwitch, lock};
 
 pub(crate) use auto::DeviceTimes;
-#[cfg(simulation)]
-pub use admissions::{Admission, take_admissions};
 pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
@@ -147,5 +143,13 @@ impl ThrottleControl {
 
     pub fn is_bypassed(&self) -> bool {
         self.bypass.is_on()
+    }
+}
+
+/// Tells the simulated world which requests were admitted.
+#[cfg(simulation)]
+pub(crate) fn note_admitted(batch: &[crate::tags::Tag], requests: &[crate::request::Request]) {
+    for request in batch.iter().map(|tag| &requests[tag.index()]) {
+        crate::simulation::world().admitted(request.operation() as u8, request.bytes());
     }
 }
