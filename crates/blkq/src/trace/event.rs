@@ -9,8 +9,8 @@ use crate::tags::Tag;
 pub(super) const EVENT_WORDS: usize = 5;
 /// The value of [`TraceEvent::bio`] if there is no bio.
 pub const NO_BIO: u32 = NIL;
-/// The tag number in memory if there is no tag.
-const NO_TAG: u16 = u16::MAX;
+/// The tag number in memory and of a probe if there is no tag.
+pub(super) const NO_TAG: u16 = u16::MAX;
 
 enumeration! {
     /// The step of an I/O that an event records. The letters are those of blkparse(1). The numbers are part of

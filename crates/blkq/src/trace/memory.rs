@@ -1,6 +1,5 @@
 //! The memory of a trace: a header, the write position of each queue, and the rings of pages.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
@@ -71,35 +70,6 @@ impl TraceMemory {
         Ok(Arc::new(TraceMemory { words, queues, pages, writable: true }))
     }
 
-    /// The memory file, for another process.
-    pub fn file(&self) -> BorrowedFd<'_> {
-        self.words.file()
-    }
-
-    /// Maps the memory that another process created, for reading.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the file is not the memory of a trace or can be truncated;
-    /// [`ErrorKind::Unsupported`] if it has another format version; [`ErrorKind::System`] if it cannot be
-    /// mapped.
-    pub fn open(file: OwnedFd) -> Result<Arc<TraceMemory>, Error> {
-        let words = Words::open(file)?;
-        let [magic, queues, pages, ..] = words.all() else { return Err(no_memory()) };
-        // Relaxed: the process that created the memory wrote the header before it sent the file.
-        let magic = magic.load(Relaxed);
-        if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
-            let (other, own) = (magic as u8, MAGIC as u8);
-            let message = format!("the trace has format {other}, and this program reads format {own}");
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        }
-        let (queues, pages) = (queues.load(Relaxed), pages.load(Relaxed));
-        let queues = usize::try_from(queues).map_err(|_| no_memory())?;
-        if magic != MAGIC || words_of(queues, pages)? != words.all().len() {
-            return Err(no_memory());
-        }
-        Ok(Arc::new(TraceMemory { words, queues, pages, writable: false }))
-    }
-
     /// The number of queues for which the memory has rings.
     pub fn queue_count(&self) -> usize {
         self.queues
@@ -120,10 +90,6 @@ impl TraceMemory {
     pub(super) fn words(&self) -> &[AtomicU64] {
         self.words.all()
     }
-}
-
-fn no_memory() -> Error {
-    Error::new(ErrorKind::Invalid, "the descriptor is not the memory of a trace")
 }
 
 /// The index of the first ring's first word.
@@ -160,19 +126,22 @@ use twin::Words;
 #[cfg(not(model_check))]
 mod mapped {
     use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-    use std::sync::atomic::AtomicU64;
 
     use rustix::fs::{
         MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
     };
     use rustix::mm::{Advice, ProtFlags, madvise};
 
-    use crate::error::{Error, ErrorKind};
+    use super::*;
     use crate::words::MappedWords;
 
     pub(in super::super) struct Words {
         file: OwnedFd,
         mapped: MappedWords,
+    }
+
+    fn no_memory() -> Error {
+        Error::new(ErrorKind::Invalid, "the descriptor is not the memory of a trace")
     }
 
     fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
@@ -198,18 +167,6 @@ mod mapped {
             Ok(words)
         }
 
-        /// Maps a file that another process created, for reading.
-        pub fn open(file: OwnedFd) -> Result<Words, Error> {
-            let seals = fcntl_get_seals(&file).map_err(failed("read the seals of"))?;
-            let bytes = fstat(&file).map_err(failed("read the size of"))?.st_size;
-            let len = usize::try_from(bytes / 8).unwrap_or(0);
-            // A file that can be truncated could kill its reader with SIGBUS.
-            if len == 0 || !seals.contains(SealFlags::SHRINK) {
-                return Err(super::no_memory());
-            }
-            Words::map(file, len, ProtFlags::READ)
-        }
-
         fn map(file: OwnedFd, len: usize, protection: ProtFlags) -> Result<Words, Error> {
             // SAFETY: the file has `len` words, and cannot shrink. Other processes access them only as atomics, and
             // `TraceMemory::is_writable` is false if they are mapped for reading.
@@ -220,9 +177,43 @@ mod mapped {
         pub fn all(&self) -> &[AtomicU64] {
             self.mapped.all()
         }
+    }
 
+    impl TraceMemory {
+        /// The memory file, for another process.
         pub fn file(&self) -> BorrowedFd<'_> {
-            self.file.as_fd()
+            self.words.file.as_fd()
+        }
+
+        /// Maps the memory that another process created, for reading.
+        ///
+        /// # Errors
+        /// [`ErrorKind::Invalid`] if the file is not the memory of a trace or can be truncated;
+        /// [`ErrorKind::Unsupported`] if it has another format version; [`ErrorKind::System`] if it cannot be
+        /// mapped.
+        pub fn open(file: OwnedFd) -> Result<Arc<TraceMemory>, Error> {
+            let seals = fcntl_get_seals(&file).map_err(failed("read the seals of"))?;
+            let bytes = fstat(&file).map_err(failed("read the size of"))?.st_size;
+            let len = usize::try_from(bytes / 8).unwrap_or(0);
+            // A file that can be truncated could kill its reader with SIGBUS.
+            if len == 0 || !seals.contains(SealFlags::SHRINK) {
+                return Err(no_memory());
+            }
+            let words = Words::map(file, len, ProtFlags::READ)?;
+            let [magic, queues, pages, ..] = words.all() else { return Err(no_memory()) };
+            // Relaxed: the process that created the memory wrote the header before it sent the file.
+            let magic = magic.load(Relaxed);
+            if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
+                let (other, own) = (magic as u8, MAGIC as u8);
+                let message = format!("the trace has format {other}, and this program reads format {own}");
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+            let (queues, pages) = (queues.load(Relaxed), pages.load(Relaxed));
+            let queues = usize::try_from(queues).map_err(|_| no_memory())?;
+            if magic != MAGIC || words_of(queues, pages)? != words.all().len() {
+                return Err(no_memory());
+            }
+            Ok(Arc::new(TraceMemory { words, queues, pages, writable: false }))
         }
     }
 }
@@ -230,10 +221,7 @@ mod mapped {
 /// A replacement for the model checkers, whose atomics are larger than words.
 #[cfg(model_check)]
 mod twin {
-    use std::os::fd::{BorrowedFd, OwnedFd};
-
-    use crate::error::Error;
-    use crate::sync::atomic::AtomicU64;
+    use super::*;
 
     pub(in super::super) struct Words(Box<[AtomicU64]>);
 
@@ -242,16 +230,8 @@ mod twin {
             Ok(Words((0..len).map(|_| AtomicU64::new(0)).collect()))
         }
 
-        pub fn open(_file: OwnedFd) -> Result<Words, Error> {
-            Err(super::no_memory())
-        }
-
         pub fn all(&self) -> &[AtomicU64] {
             &self.0
-        }
-
-        pub fn file(&self) -> BorrowedFd<'_> {
-            unreachable!("a model has no other process")
         }
     }
 }

@@ -7,11 +7,8 @@
 
 use probe::probe_lazy;
 
-use super::event::{EventKind, TraceEvent};
+use super::event::{EventKind, NO_TAG, TraceEvent};
 use crate::tags::Tag;
-
-/// The tag in a place if there is no tag.
-const NO_TAG: u16 = u16::MAX;
 
 /// Defines a probe. A second copy of this library, which `blkq bench layout` compares with in the same
 /// program, uses another provider name: if two probes have the same name, tools increment only one semaphore,
