@@ -5,22 +5,17 @@ use std::sync::Arc;
 
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
-use crate::kick::Kick;
 use crate::queue::hang::HangScan;
 use crate::ring::{Registrar, policy};
 use crate::sync::mpsc::{Receiver, channel};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Mutex, lock, receive, try_lock};
+use crate::sync::{lock, receive, try_lock};
 use crate::trace::TraceMemory;
 
 use super::worker::STACK_BYTES;
-use super::{Engine, EngineHandle, FIRST_SOURCE, Mailbox, Message, Source, SourceId, StopNotice, exited};
+use super::{Engine, EngineHandle, FIRST_SOURCE, Message, Source, SourceId, StopNotice, exited};
 
 impl EngineHandle {
-    pub(super) fn new(kick: Arc<Kick>, kernel_buffers: u16) -> EngineHandle {
-        EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick, kernel_buffers }))
-    }
-
     /// Moves the posted messages into `messages`, which must be empty.
     pub(super) fn take_messages(&self, messages: &mut Vec<Message>) {
         // If the lock is taken, another thread is just posting a message. Its kick will wake the engine
@@ -36,12 +31,6 @@ impl EngineHandle {
         // If the lock is taken, another thread is just posting a message, so there is work.
         try_lock(&self.0.messages)
             .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()))
-    }
-
-    /// Called when the engine has stopped. Drops messages, so that threads do not wait for an answer.
-    pub(super) fn close(&self) {
-        let late = lock(&self.0.messages).take();
-        drop(late);
     }
 
     pub(super) fn post(&self, job: impl FnOnce(&mut Engine) + Send + 'static) {
@@ -103,7 +92,10 @@ impl EngineHandle {
     /// there is no memory. Takes effect at the engine's next turn. Does not wait.
     pub fn trace(&self, disk: &Arc<Disk>, memory: Option<Arc<TraceMemory>>) {
         let disk = disk.clone();
-        self.post(move |engine| engine.trace(&disk, memory.as_ref()));
+        self.post(move |engine| {
+            let of_disk = engine.parts.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), &disk));
+            of_disk.for_each(|queue| queue.set_trace(memory.as_ref()));
+        });
     }
 
     /// Starts to stop source `id`, and does not wait. To stop several sources, start with all of them before
@@ -158,9 +150,7 @@ impl EngineThread {
                 let _ = sender.send(Ok(engine.parts.handle.clone()));
                 engine.run();
             }
-            Err(error) => {
-                let _ = sender.send(Err(error));
-            }
+            Err(error) => _ = sender.send(Err(error)),
         };
         let builder = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
         let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;

@@ -89,8 +89,7 @@ impl LocalQueue {
         }
         loop {
             let have = self.queue.completions().len();
-            let in_flight = self.queue.in_flight() as usize;
-            let want = want.min(have + in_flight);
+            let want = want.min(have + self.in_flight());
             if have >= want {
                 return;
             }

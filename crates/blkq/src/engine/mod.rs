@@ -23,9 +23,8 @@ use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, KICK, Registrar, Ring, RingCounters, Token};
-use crate::sync::Mutex;
 use crate::sync::mpsc::{Sender, channel};
-use crate::trace::TraceMemory;
+use crate::sync::{Mutex, lock};
 
 pub use handle::{EngineThread, HangScanReply, StoppingSource};
 #[cfg(any(simulation, fuzz_interface))]
@@ -119,12 +118,6 @@ pub struct SourceId {
     generation: u64,
 }
 
-impl SourceId {
-    fn index(self) -> usize {
-        usize::from(self.owner - FIRST_SOURCE)
-    }
-}
-
 /// The parts of the engine that a source borrows during a call.
 struct EngineParts {
     ring: Ring,
@@ -205,11 +198,13 @@ impl Engine {
         if opened.len() > 1 {
             opened.iter_mut().for_each(|queue| queue.set_several_queues());
         }
+        let messages = Mutex::new(Some(Vec::new()));
+        let mailbox = Mailbox { messages, kick: kick(&queues[0]), kernel_buffers };
         Ok(Engine {
             parts: EngineParts {
                 ring,
                 queues: opened,
-                handle: EngineHandle::new(kick(&queues[0]), kernel_buffers),
+                handle: EngineHandle(Arc::new(mailbox)),
                 turn: 0,
                 exits: false,
                 worker: Worker::new("blkq-worker"),
@@ -339,11 +334,6 @@ impl Engine {
         self.messages = messages;
     }
 
-    fn trace(&mut self, disk: &Arc<Disk>, memory: Option<&Arc<TraceMemory>>) {
-        let of_disk = self.parts.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), disk));
-        of_disk.for_each(|queue| queue.set_trace(memory));
-    }
-
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
         for queue in &mut self.parts.queues {
@@ -370,9 +360,10 @@ impl Engine {
 
     /// Calls nothing if the source was dropped.
     fn with_id(&mut self, id: SourceId, call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>)) {
-        let attached = self.attached.get(id.index()).and_then(Option::as_ref);
+        let index = source_index(id.owner);
+        let attached = self.attached.get(index).and_then(Option::as_ref);
         if attached.is_some_and(|attached| attached.id == id) {
-            self.with_source(id.index(), call);
+            self.with_source(index, call);
         }
     }
 
@@ -405,7 +396,7 @@ impl Engine {
     fn drop_stopped(&mut self) {
         let attached = &mut self.attached;
         self.stopping.retain(|&StopNotice { id, .. }| {
-            let Some(place) = attached.get_mut(id.index()) else { return false };
+            let Some(place) = attached.get_mut(source_index(id.owner)) else { return false };
             place.take_if(|attached| attached.id == id && attached.source.is_stopped());
             place.as_ref().is_some_and(|attached| attached.id == id)
         });
@@ -487,7 +478,9 @@ fn scan_queue(
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Drops messages that were posted too late, so that threads that wait for a reply stop waiting.
-        self.parts.handle.close();
+        // Drops messages that were posted too late, so that threads that wait for a reply stop waiting. The lock is
+        // not held meanwhile.
+        let late = lock(&self.parts.handle.0.messages).take();
+        drop(late);
     }
 }
