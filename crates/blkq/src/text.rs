@@ -65,16 +65,9 @@ pub fn unescape_octal(text: &str) -> PathBuf {
     while let [byte, after @ ..] = rest {
         let octal =
             after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(escaped) => {
-                bytes.push(escaped);
-                rest = &after[3..];
-            }
-            None => {
-                bytes.push(*byte);
-                rest = after;
-            }
-        }
+        let escaped = octal.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        bytes.push(escaped.unwrap_or(*byte));
+        rest = if escaped.is_some() { &after[3..] } else { after };
     }
     PathBuf::from(OsString::from_vec(bytes))
 }
