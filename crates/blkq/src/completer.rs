@@ -29,7 +29,6 @@ pub(crate) struct InlineCallback {
 unsafe impl Send for InlineCallback {}
 
 impl InlineCallback {
-    #[inline]
     pub fn new<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
         if size_of::<F>() <= size_of::<Words>() && align_of::<F>() <= align_of::<Words>() {
             // SAFETY: size and alignment were just compared.
@@ -42,7 +41,6 @@ impl InlineCallback {
 
     /// # Safety
     /// A `Words` must have room for an `F`, and its alignment.
-    #[inline]
     unsafe fn of<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
         let mut words = [MaybeUninit::uninit(); INLINE_WORDS];
         // SAFETY: the caller's promise.

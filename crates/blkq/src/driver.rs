@@ -329,13 +329,11 @@ pub struct DriverContext<'a> {
 
 impl DriverContext<'_> {
     /// The request with this tag.
-    #[inline]
     pub fn request(&self, tag: Tag) -> &Request {
         &self.in_flight[tag]
     }
 
     /// Two words of the request for the driver's own use (the kernel's `pdu`).
-    #[inline]
     pub fn pdu(&mut self, tag: Tag) -> &mut [u64; 2] {
         &mut self.in_flight[tag].pdu
     }
@@ -350,33 +348,28 @@ impl DriverContext<'_> {
 
     /// Calls `each` with every memory segment of the request, in the order of its bytes. Memory that
     /// [`DriverContext::kernel_pages`] returns is not included.
-    #[inline]
     pub fn for_each_segment(&self, tag: Tag, each: impl FnMut(Segment)) {
         self.in_flight.for_each_segment(tag, each);
     }
 
     /// Completes a request that the driver has taken. The submitter is notified after the driver has returned
     /// to the block layer.
-    #[inline]
     pub fn complete(&mut self, tag: Tag, result: IoResult) {
         self.completed.push((tag, result));
     }
 
     /// Completes all of these requests successfully.
-    #[inline]
     pub fn complete_all(&mut self, tags: &[Tag]) {
         self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
     }
 
     /// The monotonic time in nanoseconds, read or cached according to [`ClockMode`](crate::ClockMode).
-    #[inline]
     pub fn now_ns(&mut self) -> u64 {
         self.clock.now_ns()
     }
 
     /// The index of the registered buffer that contains `segment`, for READ_FIXED and WRITE_FIXED. `None` if
     /// the queue's ring has no such buffer.
-    #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
         self.ring.as_ref()?.registered_buffer(segment)
     }
@@ -401,7 +394,6 @@ impl DriverContext<'_> {
     }
 
     /// The registered file in the form that an entry needs. Panics if this queue's ring has no such file.
-    #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.as_ref().expect("a driver with a registered file declares uses_ring").file(slot)
     }

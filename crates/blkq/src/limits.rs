@@ -133,7 +133,6 @@ impl QueueLimits {
 
     /// Largest request of `operation` in bytes that may start at byte `offset`, before segments are counted.
     /// 0 if the driver does not support the operation.
-    #[inline]
     pub fn max_bytes_at(&self, operation: Operation, no_unmap: bool, offset: u64) -> u64 {
         let block = u64::from(self.logical_block_bytes);
         let limit = match operation {
@@ -155,7 +154,6 @@ impl QueueLimits {
         if no_unmap { self.max_write_zeroes_no_unmap_bytes } else { self.max_write_zeroes_bytes }
     }
 
-    #[inline]
     pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         segments <= u32::from(self.max_segments)
             && sectors << SECTOR_SHIFT <= self.max_bytes_at(operation, false, start.bytes())
@@ -187,7 +185,6 @@ impl QueueLimits {
 pub(crate) const ALONE: BioFlags =
     BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
 
-#[inline]
 pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
     operation.has_data() && !flags.intersects(ALONE)
 }
@@ -203,7 +200,6 @@ pub(crate) enum MergeSide {
 
 impl MergeSide {
     /// The side of `start..end` that the range `sector..sector + sectors` touches, if it touches one.
-    #[inline]
     pub(crate) fn of(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
         if sector == end {
             Some(MergeSide::Back)

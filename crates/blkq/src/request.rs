@@ -77,7 +77,6 @@ impl Request {
         Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() }
     }
 
-    #[inline]
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
         debug_assert!(self.state == RequestState::Idle);
         self.first_bio = bio;
@@ -115,13 +114,11 @@ impl Request {
     }
 
     /// Makes the request idle, and restores the fields on which [`Request::begin_plain`] relies.
-    #[inline]
     pub(crate) fn complete(&mut self, tag: Tag) {
         self.state = RequestState::Idle;
         (self.first_bio, self.last_bio, self.segments) = (tag.0.into(), tag.0.into(), 1);
     }
 
-    #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.state, RequestState::PlainRead | RequestState::PlainWrite)
     }
@@ -132,43 +129,36 @@ impl Request {
     }
 
     /// The operation. A driver gets only operations that its limits declare.
-    #[inline]
     pub fn operation(&self) -> Operation {
         self.operation
     }
 
     /// The flags of the operation.
-    #[inline]
     pub fn flags(&self) -> BioFlags {
         self.flags
     }
 
     /// The first sector of the request.
-    #[inline]
     pub fn sector(&self) -> Sector {
         self.sector
     }
 
     /// The position of the first byte on the device.
-    #[inline]
     pub fn offset(&self) -> u64 {
         self.sector.bytes()
     }
 
     /// Length in bytes. 0 for a flush.
-    #[inline]
     pub fn bytes(&self) -> u64 {
         self.sectors << SECTOR_SHIFT
     }
 
     /// The number of memory segments.
-    #[inline]
     pub fn segment_count(&self) -> usize {
         self.segments as usize
     }
 
     /// The first sector after the request.
-    #[inline]
     pub(crate) fn end(&self) -> Sector {
         self.sector + self.sectors
     }

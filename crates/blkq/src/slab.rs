@@ -111,7 +111,6 @@ impl BioSlot {
     }
 
     /// The bio's memory, if it is one buffer of its own.
-    #[inline]
     fn own_buffer(&self) -> Option<Segment> {
         match &*self.data {
             Data::Buffer(buffer) if self.data_source == DataSource::Own => {
@@ -124,7 +123,6 @@ impl BioSlot {
         }
     }
 
-    #[inline]
     fn set_completer(&mut self, completer: Completer) {
         (self.completer_kind, self.completer_word) = match completer {
             Completer::Owner(user_data) => (CompleterKind::Owner, user_data),
@@ -138,7 +136,6 @@ impl BioSlot {
     }
 
     /// Takes the completer, so that it is notified only once.
-    #[inline]
     pub fn take_completer(&mut self) -> Completer {
         match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
@@ -286,7 +283,6 @@ impl InFlight {
         }
     }
 
-    #[inline]
     pub fn insert(&mut self, bio: NewBio) -> u32 {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -304,7 +300,6 @@ impl InFlight {
         self.bios.len() as u32 - 1
     }
 
-    #[inline]
     pub fn set(&mut self, index: u32, bio: NewBio) {
         // Field by field, for the reason described at [`BioSlot`].
         let slot = &mut self[index];
@@ -324,7 +319,6 @@ impl InFlight {
     }
 
     /// Frees a slot whose memory and completer have been taken.
-    #[inline]
     pub fn remove(&mut self, index: u32) {
         debug_assert!(matches!(*self[index].data, Data::None));
         if (index as usize) < self.requests.len() {
@@ -359,7 +353,6 @@ impl InFlight {
 
     /// If request `tag` consists of a single plain bio, completes the fields that the bio's slot lacks. Must be called
     /// before the bio is handled like other bios.
-    #[inline]
     pub fn fill_plain(&mut self, tag: Tag) {
         let request = &self.requests[tag.index()];
         if request.is_plain() {
@@ -442,7 +435,6 @@ impl InFlight {
     }
 
     /// Adds bio `index` to request `tag` at `side`. Together they have `segments`.
-    #[inline]
     pub fn merge(&mut self, tag: Tag, index: u32, side: MergeSide, segments: u16) {
         self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
@@ -524,7 +516,6 @@ impl InFlight {
     }
 
     /// The memory of bio `index`, if it is memory that only the kernel can access.
-    #[inline]
     pub fn kernel_pages(&self, index: u32) -> Option<KernelPages> {
         let slot = &self[index];
         if slot.data_source == DataSource::Zeroes {
@@ -536,7 +527,6 @@ impl InFlight {
     }
 
     /// The number of segments of bio `index`. The limits keep it below 65536.
-    #[inline]
     pub fn count_segments(&self, index: u32) -> u16 {
         if self[index].own_buffer().is_some() || self.kernel_pages(index).is_some() {
             return 1;
@@ -547,7 +537,6 @@ impl InFlight {
     }
 
     /// Calls `each` with the segments of request `tag`, in order; with none if the memory has no address.
-    #[inline]
     pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
         let request = &self[tag];
         if request.is_plain() {
@@ -559,7 +548,6 @@ impl InFlight {
         self.bios_of(tag).for_each(|bio| self.segments_of_bio(bio, &mut each));
     }
 
-    #[inline]
     fn segments_of_bio(&self, index: u32, mut each: impl FnMut(Segment)) {
         let slot = &self[index];
         if let Some(segment) = slot.own_buffer() {

@@ -66,7 +66,6 @@ fn bytes_of_segments(limits: &QueueLimits, segments: &[Segment], mut skip: u64, 
 }
 
 /// Checks that memory is aligned as the device requires and has `length` bytes, else [`Status::Invalid`].
-#[inline]
 pub(crate) fn check_memory(limits: &QueueLimits, segments: &[Segment], length: u64) -> Result<(), Status> {
     let mask = limits.memory_align as usize - 1;
     let (mut bits, mut sum) = (0, 0);

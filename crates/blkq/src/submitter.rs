@@ -101,14 +101,12 @@ impl Submitter {
         }
     }
 
-    #[inline]
     fn push(&self, bio: Bio, completer: Completer) {
         self.shared.software.push(self.software, bio, completer);
         self.notify();
     }
 
     /// Notifies the owner of the queue of a bio that was staged.
-    #[inline]
     fn notify(&self) {
         self.shared.kick.kick();
         self.disk.fail_staged_if_closed(&self.shared);

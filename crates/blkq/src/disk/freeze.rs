@@ -90,7 +90,6 @@ impl DiskControl {
         self.unmark(queue, DISPATCHING, &self.quiesced);
     }
 
-    #[inline]
     fn mark(&self, queue: usize, mark: u32, stopped: &AtomicU32) -> bool {
         // Only the owner writes the marks, so its own load may be relaxed. The store is a release, so that a
         // control thread that sees a mark removed also sees what the owner did before.
@@ -104,7 +103,6 @@ impl DiskControl {
         false
     }
 
-    #[inline]
     fn unmark(&self, queue: usize, mark: u32, stopped: &AtomicU32) {
         let marks = &self.queues[queue];
         // The control thread may be waiting for this. If it has not set the stop word yet, it will see the

@@ -188,7 +188,6 @@ impl Medium {
         (end <= self.bytes && start.is_multiple_of(WORD) && end.is_multiple_of(WORD)).then_some(start..end)
     }
 
-    #[inline]
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
         // SAFETY: the range is aligned and within the mapping, which outlives the borrow, and is accessed only as

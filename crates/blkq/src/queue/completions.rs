@@ -29,7 +29,6 @@ impl Completions {
 
     /// Returns the buffer of a batch, so that it is reused. Drops the buffer if the driver has completed
     /// further requests meanwhile, which are in a new one.
-    #[inline]
     pub fn put_back_requests(&mut self, mut batch: Vec<(Tag, IoResult)>) {
         batch.clear();
         if self.requests.is_empty() {

@@ -476,7 +476,6 @@ impl Dispatch {
         count
     }
 
-    #[inline]
     fn stamp_issued(&mut self, tags: &[Tag], io: &mut Io) {
         if let Some(device_time) = &mut self.device_time
             && !tags.is_empty()

@@ -642,7 +642,6 @@ impl Io {
     }
 
     /// Completes and counts requests. Requests of one operation and start time are counted together.
-    #[inline]
     pub fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
         let iostats = self.disk.settings.iostats;
         let mut rest = completed;

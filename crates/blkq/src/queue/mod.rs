@@ -955,7 +955,6 @@ impl Queue {
 
     /// Records a merge of bio `index` into the youngest request of the plug, if it was merged there. Merges
     /// in the scheduler, or into a request that waits for a limit, are recorded where they are made.
-    #[inline]
     fn trace_merge(&mut self, index: u32) {
         if self.io.tracer.is_some()
             && let Some(tag) = self.plug.last()

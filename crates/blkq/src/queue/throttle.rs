@@ -292,7 +292,6 @@ impl QueueThrottle {
 
     /// The number of requests, from the beginning of `batch`, that may start now: those before the first one
     /// that must wait, or none if others wait. `read_ns` is the last reading of the queue's clock.
-    #[inline]
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request], read_ns: u64) -> usize {
         let Some(last) = batch.last().filter(|_| !self.has_waiting) else { return 0 };
         // The time stamp of the last request saves a clock reading if it is from the latest reading. It is

@@ -79,7 +79,6 @@ impl Tracer {
 
     /// Writes the event, and fires its probe. A bio or request that began at `start_ns` completed with
     /// `result`, or has not completed.
-    #[inline]
     fn record(&mut self, event: TraceEvent, result: IoResult, start_ns: u64) {
         let event = TraceEvent { status: result.err(), ..event };
         self.push(event);

@@ -152,7 +152,6 @@ impl TagSet {
     }
 
     /// Takes a free tag with one atomic operation. `None` if no tag was free.
-    #[inline]
     pub fn get(&self, hint: &mut TagHint) -> Option<Tag> {
         for _ in 0..self.words.len() {
             // The hint may come from a set with more words.
@@ -176,7 +175,6 @@ impl TagSet {
 
     /// Frees tags, with one atomic operation for each run of tags in the same word. Panics if a tag is not in
     /// use, because it would be handed out twice.
-    #[inline]
     pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
         let (mut word, mut bits, mut count) = (0, 0u64, 0);
         let shift = self.shift;
@@ -205,7 +203,6 @@ impl TagSet {
     }
 
     /// Wakes waiters after `count` tags were freed. Without waiters it is a single load.
-    #[inline]
     fn freed(&self, count: u32) {
         seq_cst_for_loom();
         if self.waiters.any() {
