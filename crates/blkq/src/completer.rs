@@ -1,6 +1,7 @@
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
+use std::sync::PoisonError;
 
 use crate::buffer::Data;
 use crate::error::IoResult;
@@ -77,7 +78,6 @@ pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
     Callback(InlineCallback),
-    Waiter(Arc<BioWaiter>),
     /// Nothing happens here: the slot is a part of another bio, or its completer was taken.
     None,
 }
@@ -86,14 +86,10 @@ impl Completer {
     /// Reports the result to a submitter on another thread. A callback that panics is a bug of that
     /// submitter, and must not keep the queue from serving others.
     pub fn notify(self, result: IoResult, data: Data) {
-        match self {
-            Completer::Callback(callback) => {
-                let call = AssertUnwindSafe(move || callback.call(result, data));
-                // The panic hook has printed the message.
-                let _ = catch_unwind(call);
-            }
-            Completer::Waiter(waiter) => waiter.notify(result, data),
-            Completer::Owner(_) | Completer::None => {}
+        if let Completer::Callback(callback) = self {
+            let call = AssertUnwindSafe(move || callback.call(result, data));
+            // The panic hook has printed the message.
+            let _ = catch_unwind(call);
         }
     }
 }
@@ -119,10 +115,7 @@ impl BioWaiter {
             if let Some(result) = completed.take() {
                 return result;
             }
-            completed = match self.signal.wait(completed) {
-                Ok(guard) => guard,
-                Err(poisoned) => poisoned.into_inner(),
-            };
+            completed = self.signal.wait(completed).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }

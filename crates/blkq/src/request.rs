@@ -72,11 +72,6 @@ impl Request {
         }
     }
 
-    /// A flush of the queue itself, which has no bio.
-    pub(crate) const fn flush(start_ns: u64) -> Request {
-        Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() }
-    }
-
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
         debug_assert!(self.state == RequestState::Idle);
         self.first_bio = bio;

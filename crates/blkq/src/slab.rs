@@ -8,7 +8,6 @@ use crate::error::{IoResult, Status};
 use crate::limits::MergeSide;
 use crate::request::{NIL, Request, RequestState};
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::sync::Arc;
 use crate::tags::Tag;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,8 +29,6 @@ pub(crate) enum CompleterKind {
     Owner,
     /// A callback, stored in the slot's `callback`.
     Callback,
-    /// A waiting thread; the word is the pointer of an `Arc`.
-    Waiter,
     /// No completer: the bio is a part of another bio, or its completer was taken.
     None,
 }
@@ -71,9 +68,8 @@ pub(crate) struct BioSlot {
 
 const _: () = {
     // The path of a plain bio accesses one cache line.
-    assert!(
-        std::mem::offset_of!(BioSlot, completer_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64
-    );
+    assert!(std::mem::offset_of!(BioSlot, completer_kind) < 64);
+    assert!(std::mem::offset_of!(BioSlot, issued) == 64);
     assert!(size_of::<BioSlot>() == 128);
 };
 
@@ -114,10 +110,9 @@ impl BioSlot {
     fn own_buffer(&self) -> Option<Segment> {
         match &*self.data {
             Data::Buffer(buffer) if self.data_source == DataSource::Own => {
-                debug_assert!(
-                    self.operation.has_data() && self.sectors << SECTOR_SHIFT <= buffer.len() as u64
-                );
-                Some(Segment { len: (self.sectors << SECTOR_SHIFT) as u32, ..buffer.segment() })
+                let bytes = self.sectors << SECTOR_SHIFT;
+                debug_assert!(self.operation.has_data() && bytes <= buffer.len() as u64);
+                Some(Segment { len: bytes as u32, ..buffer.segment() })
             }
             _ => None,
         }
@@ -130,7 +125,6 @@ impl BioSlot {
                 self.callback.write(callback);
                 (CompleterKind::Callback, 0)
             }
-            Completer::Waiter(waiter) => (CompleterKind::Waiter, Arc::into_raw(waiter) as u64),
             Completer::None => (CompleterKind::None, 0),
         };
     }
@@ -142,11 +136,6 @@ impl BioSlot {
             CompleterKind::Callback => {
                 // SAFETY: `set_completer` wrote the callback, and the kind shows that it was not taken since.
                 Completer::Callback(unsafe { self.callback.assume_init_read() })
-            }
-            CompleterKind::Waiter => {
-                // SAFETY: `set_completer` converted the `Arc` into the pointer, and the kind shows that it
-                // was not taken since.
-                Completer::Waiter(unsafe { Arc::from_raw(self.completer_word as *const _) })
             }
             CompleterKind::None => Completer::None,
         }
@@ -175,6 +164,14 @@ pub(crate) struct NewBio {
     pub data: ManuallyDrop<Data>,
     pub completer: ManuallyDrop<Completer>,
     pub slot_flags: SlotFlags,
+}
+
+impl NewBio {
+    /// A bio whose completion is not reported.
+    pub fn without_completer(outline: Outline, data: Data) -> NewBio {
+        let (data, completer) = (ManuallyDrop::new(data), ManuallyDrop::new(Completer::None));
+        NewBio { outline, data, completer, slot_flags: SlotFlags::empty() }
+    }
 }
 
 bitflags::bitflags! {
@@ -284,10 +281,7 @@ impl InFlight {
     }
 
     pub fn insert(&mut self, bio: NewBio) -> u32 {
-        let index = match self.free.pop() {
-            Some(index) => index,
-            None => self.grow(),
-        };
+        let index = self.free.pop().unwrap_or_else(|| self.grow());
         self.set(index, bio);
         index
     }
@@ -346,8 +340,10 @@ impl InFlight {
         self[tag].begin_plain(outline);
     }
 
+    /// Starts a flush of the queue itself, which has no bio.
     pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
-        self[tag] = Request::flush(start_ns);
+        let (operation, state) = (Operation::Flush, RequestState::Busy);
+        self[tag] = Request { operation, state, start_ns, ..Request::idle() };
         self.others += 1;
     }
 

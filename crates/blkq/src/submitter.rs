@@ -70,7 +70,8 @@ impl Submitter {
     /// Submits `bio` and waits for its completion.
     pub fn submit_and_wait(&mut self, bio: Bio) -> (IoResult, Data) {
         let waiter = BioWaiter::new();
-        self.stage(bio, Completer::Waiter(waiter.clone()));
+        let notified = waiter.clone();
+        self.submit(bio, move |result, data| notified.notify(result, data));
         waiter.wait()
     }
 

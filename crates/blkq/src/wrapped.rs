@@ -1,14 +1,12 @@
 use std::borrow::Cow;
-use std::mem::ManuallyDrop;
 
 use crate::bio::Outline;
 use crate::buffer::{Data, IoBuffer, Segment};
-use crate::completer::Completer;
 use crate::driver::{DriverContext, DriverQueue};
 use crate::error::IoResult;
 use crate::request::RequestState;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{InFlight, NewBio, SlotFlags, slice_segments};
+use crate::slab::{InFlight, NewBio, slice_segments};
 use crate::tags::Tag;
 
 /// A queue of a wrapped driver, and the requests that it is offered instead of those of the wrapping queue:
@@ -55,15 +53,7 @@ impl WrappedQueue {
         let (sectors, start_ns) = (bytes >> SECTOR_SHIFT, request.start_ns);
         let outline = Outline { operation, flags, sector, sectors, start_ns };
         let slot = u32::from(tag.0);
-        self.in_flight.set(
-            slot,
-            NewBio {
-                outline,
-                data: ManuallyDrop::new(data),
-                completer: ManuallyDrop::new(Completer::None),
-                slot_flags: SlotFlags::empty(),
-            },
-        );
+        self.in_flight.set(slot, NewBio::without_completer(outline, data));
         self.in_flight[tag].begin(slot, &outline, count);
     }
 

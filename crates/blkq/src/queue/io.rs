@@ -13,7 +13,6 @@
 //! block/blk-flush.c).
 
 use std::collections::VecDeque;
-use std::mem::ManuallyDrop;
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, Segment};
@@ -117,17 +116,13 @@ impl Io {
             return self.reject(index, status);
         }
         let slot = &mut self.in_flight[index];
-        if slot.operation == Operation::Flush {
+        // A write with PREFLUSH and no data is only a flush.
+        let is_empty = slot.sectors == 0;
+        if slot.operation == Operation::Flush || (is_empty && slot.flags.contains(BioFlags::PREFLUSH)) {
             return self.begin_flush(index);
         }
-        if slot.sectors == 0 {
-            // A write with PREFLUSH and no data is only a flush.
-            let flushes = slot.flags.contains(BioFlags::PREFLUSH);
-            return if flushes {
-                self.begin_flush(index)
-            } else {
-                self.complete_without_request(index, Ok(()))
-            };
+        if is_empty {
+            return self.complete_without_request(index, Ok(()));
         }
         if slot.operation != Operation::WriteZeroes {
             // The flag has no meaning for other operations, and drivers do not declare it for them.
@@ -137,8 +132,13 @@ impl Io {
             slot.slot_flags.set(SlotFlags::UNCACHED_FUA, slot.flags.contains(BioFlags::FUA));
             slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
         }
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) {
-            return self.begin_flush_sequence(index);
+        if slot.flags.contains(BioFlags::PREFLUSH) {
+            return self.await_flush(index, FlushStep::Preflush);
+        }
+        // A driver with FUA makes the write durable itself. So the write is no flush sequence, and no flush waits for it.
+        let is_durable = self.disk.limits.fua && slot.operation == Operation::Write;
+        if slot.flags.contains(BioFlags::FUA) && !is_durable {
+            return self.begin_sequence_data(index);
         }
         self.begin_data(index);
     }
@@ -195,17 +195,16 @@ impl Io {
     pub fn await_tag(&mut self, index: u32) {
         if self.may_wait(index) {
             self.waiting.push_back((index, false));
-        } else if self.disk.entered && (self.waiting.is_empty() || self.leaves_tags()) {
+        } else if self.disk.entered
+            && (self.waits_for_turn
+                || self.waiting.is_empty()
+                || self.tags.may_get_more_than(self.waiting.len() as u32, self.in_flight.in_use()))
+        {
             // `reject_again` counts the wait if there is no tag.
             self.waiting.push_front((index, true));
         } else {
             self.reject_again(index);
         }
-    }
-
-    /// Whether tags are free apart from those that `waiting` may get now.
-    fn leaves_tags(&self) -> bool {
-        self.waits_for_turn || self.tags.may_get_more_than(self.waiting.len() as u32, self.in_flight.in_use())
     }
 
     /// Queues a bio that got no tag, or rejects it if it must not wait.
@@ -359,12 +358,8 @@ impl Io {
             if as_zeroes {
                 flags.remove(BioFlags::NO_UNMAP);
             }
-            let part = self.in_flight.insert(NewBio {
-                outline: Outline { operation, flags, sector, sectors, start_ns },
-                data: ManuallyDrop::new(Data::None),
-                completer: ManuallyDrop::new(Completer::None),
-                slot_flags: SlotFlags::empty(),
-            });
+            let outline = Outline { operation, flags, sector, sectors, start_ns };
+            let part = self.in_flight.insert(NewBio::without_completer(outline, Data::None));
             let slot = &mut self.in_flight[part];
             slot.parent = index;
             slot.data_source = data_source;
@@ -506,20 +501,6 @@ impl Io {
         self.await_flush(index, FlushStep::Postflush);
     }
 
-    /// Starts a write, discard or write-zeroes with PREFLUSH or FUA on a device with a write cache.
-    pub fn begin_flush_sequence(&mut self, index: u32) {
-        let slot = &self.in_flight[index];
-        if slot.flags.contains(BioFlags::PREFLUSH) {
-            self.await_flush(index, FlushStep::Preflush);
-        } else if self.disk.limits.fua && slot.operation == Operation::Write {
-            // The driver makes the write durable itself, so it is no flush sequence, and no flush waits for
-            // it.
-            self.begin_data(index);
-        } else {
-            self.begin_sequence_data(index);
-        }
-    }
-
     /// Starts the data step, with the driver's FUA if it has it, else with a flush to follow.
     fn begin_sequence_data(&mut self, index: u32) {
         let slot = &mut self.in_flight[index];
@@ -584,20 +565,6 @@ impl Io {
         self.stats.count(Counter::FlushesAsked, 1);
         self.in_flight[index].step = step;
         self.flush.pending.push_back(index);
-    }
-
-    /// Completes the data step of a flush sequence. Returns true if the bio continues with a flush.
-    pub fn complete_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
-        let step = std::mem::take(&mut self.in_flight[index].step);
-        if !matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {
-            return false;
-        }
-        self.flush.data_in_flight -= 1;
-        if step == FlushStep::Data || result.is_err() {
-            return false;
-        }
-        self.await_flush(index, FlushStep::Postflush);
-        true
     }
 
     /// Starts the driver's flush for all bios that wait for one. Returns false if they need none.
@@ -695,43 +662,26 @@ impl Io {
     }
 
     fn complete_request(&mut self, tag: Tag, result: IoResult) {
-        let (operation, first) = self.in_flight.complete(tag);
+        let (operation, mut index) = self.in_flight.complete(tag);
         if tag != self.flush.tag {
             self.tags.free.push(tag);
         }
-        if result.is_err() || operation == Operation::Flush {
-            return self.complete_request_slow(tag, operation, first, result);
-        }
-        let mut index = first;
-        loop {
-            let slot = &mut self.in_flight[index];
-            let next = slot.next;
-            if let Some(user_data) = slot.plain_user_data() {
-                self.completions.push_own(user_data, Ok(()), slot.take_data());
-                self.in_flight.remove(index);
-            } else {
-                self.complete_bio(index, Ok(()));
-            }
-            if next == NIL {
-                return;
-            }
-            index = next;
-        }
-    }
-
-    #[cold]
-    fn complete_request_slow(&mut self, tag: Tag, operation: Operation, first: u32, result: IoResult) {
-        let mut index = first;
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
-            self.note_failure(tag, first, status);
+            self.note_failure(tag, index, status);
         }
         if operation == Operation::Flush {
             return self.complete_flush(result);
         }
         while index != NIL {
-            let next = self.in_flight[index].next;
-            self.complete_bio(index, result);
+            let slot = &mut self.in_flight[index];
+            let next = slot.next;
+            if let Some(user_data) = slot.plain_user_data() {
+                self.completions.push_own(user_data, result, slot.take_data());
+                self.in_flight.remove(index);
+            } else {
+                self.complete_bio(index, result);
+            }
             index = next;
         }
     }
@@ -763,9 +713,7 @@ impl Io {
         self.in_flight.remove(index);
         match completer {
             Completer::Owner(user_data) => self.completions.push_own(user_data, result, data),
-            Completer::Callback(_) | Completer::Waiter(_) => {
-                self.completions.remote.push((completer, result, data));
-            }
+            Completer::Callback(_) => self.completions.remote.push((completer, result, data)),
             Completer::None => self.complete_part(parent, result),
         }
     }
@@ -788,7 +736,15 @@ impl Io {
             self.begin_zeroes(index);
             return true;
         }
-        slot.step != FlushStep::None && self.complete_sequence_data(index, result)
+        let step = std::mem::take(&mut self.in_flight[index].step);
+        if matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {
+            self.flush.data_in_flight -= 1;
+        }
+        let needs_flush = step == FlushStep::DataThenFlush && result.is_ok();
+        if needs_flush {
+            self.await_flush(index, FlushStep::Postflush);
+        }
+        needs_flush
     }
 
     /// Completes a bio that never became a request.

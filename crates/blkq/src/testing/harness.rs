@@ -2,7 +2,6 @@
 //! turns of its ring.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -13,7 +12,6 @@ use crate::bio::Outline;
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::{Data, IoBuffer};
 use crate::clock::{Clock, ClockMode};
-use crate::completer::Completer;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, IoResult};
 use crate::kick::Wake;
@@ -22,7 +20,7 @@ use crate::request::NIL;
 use crate::request::{Request, RequestState};
 use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
-use crate::slab::{InFlight, NewBio, SlotFlags};
+use crate::slab::{InFlight, NewBio};
 use crate::tags::Tag;
 use crate::testing::wait_until;
 
@@ -137,12 +135,8 @@ impl Harness {
         };
         for (length, data) in parts {
             let sectors = length >> 9;
-            let slot = self.in_flight.insert(NewBio {
-                outline: Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 },
-                data: ManuallyDrop::new(data),
-                completer: ManuallyDrop::new(Completer::None),
-                slot_flags: SlotFlags::empty(),
-            });
+            let outline = Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 };
+            let slot = self.in_flight.insert(NewBio::without_completer(outline, data));
             if request.first_bio == NIL {
                 request.first_bio = slot;
             } else {
