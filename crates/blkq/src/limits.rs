@@ -170,14 +170,9 @@ impl QueueLimits {
 
     /// Checks that `offset` and `length` (bytes) are whole blocks of the device, else [`Status::Invalid`].
     pub fn check_range(&self, offset: u64, length: u64) -> Result<(), Status> {
-        let mask = u64::from(self.logical_block_bytes) - 1;
-        if (offset | length) & mask != 0 {
-            return Err(Status::Invalid);
-        }
-        match offset.checked_add(length) {
-            Some(end) if end <= self.capacity_bytes => Ok(()),
-            _ => Err(Status::Invalid),
-        }
+        let is_whole = (offset | length) & (u64::from(self.logical_block_bytes) - 1) == 0;
+        let is_within = offset.checked_add(length).is_some_and(|end| end <= self.capacity_bytes);
+        if is_whole && is_within { Ok(()) } else { Err(Status::Invalid) }
     }
 }
 

@@ -30,10 +30,8 @@ impl CeilingSearch {
         let times: Arc<[Arc<DeviceTimes>]> =
             (0..disk.queue_count()).map(|_| Arc::<DeviceTimes>::default()).collect();
         if !disk.throttle.set_measured(Some(times.clone())) {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                "a search for the ceiling of this disk is already running",
-            ));
+            let message = "a search for the ceiling of this disk is already running";
+            return Err(Error::new(ErrorKind::Busy, message));
         }
         disk.set_rate_limits(&RateLimits::default());
         Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::default() })

@@ -22,8 +22,7 @@ impl Disk {
     /// returned value is dropped. Fails with `Busy` and `Held` as [`Disk::set`] does.
     pub fn begin_exchange(&self) -> Result<Exchange<'_>, Error> {
         let one_at_a_time = lock(&self.changing);
-        self.freeze_timeout()?;
-        Ok(Exchange { disk: self, _frozen: Frozen(self), _one_at_a_time: one_at_a_time })
+        Ok(Exchange { disk: self, _frozen: self.freeze_timeout()?, _one_at_a_time: one_at_a_time })
     }
 
     /// Checks whether `driver` could replace the disk's driver without a difference that users notice.
@@ -34,13 +33,10 @@ impl Disk {
     pub fn check_exchange(&self, driver: &dyn Driver) -> Result<(), Error> {
         let (now, then) = (self.driver().limits(), driver.limits());
         then.validate()?;
-        let (queues, most) = (self.queue_count(), driver.queues_max());
+        let (queues, most, name) = (self.queue_count(), driver.queues_max(), driver.name());
         let refused = |why: String| Err(self.error(ErrorKind::Unsupported, why));
         if queues > most {
-            return refused(format!(
-                "a {} device has at most {most} queues, and {queues} are needed",
-                driver.name()
-            ));
+            return refused(format!("a {name} device has at most {most} queues, and {queues} are needed"));
         }
         let bytes = |value: u32| u64::from(value);
         let same = [

@@ -128,8 +128,7 @@ impl DiskControl {
     /// needs its own [`DiskControl::unfreeze`]. `kick` is called for every queue, so that the owner finishes
     /// requests that wait in the plug.
     pub fn freeze(&self, kick: impl FnMut(usize)) {
-        self.begin_freeze(kick);
-        self.drained.wait_until(|| self.is_clear(ACTIVE));
+        self.freeze_timeout(Duration::MAX, || false, kick);
     }
 
     /// Freezes the disk as [`DiskControl::freeze`] does. Returns false, and leaves the disk unfrozen, after
@@ -141,7 +140,8 @@ impl DiskControl {
         is_futile: impl Fn() -> bool,
         mut kick: impl FnMut(usize),
     ) -> bool {
-        self.begin_freeze(&mut kick);
+        self.stop(&self.frozen);
+        (0..self.queues.len()).for_each(&mut kick);
         // The marks stay clear once they are: a queue may enter for a moment, but leaves when it sees the
         // freeze.
         let mut frozen = false;
@@ -153,11 +153,6 @@ impl DiskControl {
             self.resume(&self.frozen, kick);
         }
         frozen
-    }
-
-    fn begin_freeze(&self, kick: impl FnMut(usize)) {
-        self.stop(&self.frozen);
-        (0..self.queues.len()).for_each(kick);
     }
 
     /// Lifts a freeze and increments the generation. After the last of nested freezes, `kick` is called for

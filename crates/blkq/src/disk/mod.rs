@@ -10,7 +10,6 @@ mod bitmaps;
 pub(crate) mod builder;
 mod exchange;
 pub(crate) mod freeze;
-mod guards;
 mod hold;
 mod settings;
 
@@ -39,8 +38,6 @@ pub use crate::limits::QUEUES_MAX;
 pub use auto_limiter::{AutoLimiter, CeilingSearch};
 pub use builder::DiskBuilder;
 pub use exchange::Exchange;
-pub(crate) use guards::QueueClaim;
-pub use guards::{Frozen, Quiesced, Suspension};
 use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
@@ -374,29 +371,24 @@ impl Disk {
     }
 
     fn frozen(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
-        self.freeze_timeout()?;
-        let _frozen = Frozen(self);
+        let _frozen = self.freeze_timeout()?;
         change()?;
         // If the new limits are invalid, queues keep the ones that they have.
         self.driver().limits().validate()
     }
 
-    /// Freezes the disk, until the caller drops a [`Frozen`]. Fails, unfrozen, if requests in flight do not
-    /// complete in time, or if requests are held.
-    fn freeze_timeout(&self) -> Result<(), Error> {
+    /// Freezes the disk. Fails, unfrozen, if requests in flight do not complete in time, or if requests are held.
+    fn freeze_timeout(&self) -> Result<Frozen<'_>, Error> {
         // Held requests do not complete until the operator resumes the disk, so waiting for them is futile.
         let has_held = || self.held() > 0;
         if self.control.freeze_timeout(FREEZE_TIMEOUT, has_held, |queue| self.queues[queue].kick.kick()) {
-            return Ok(());
+            return Ok(Frozen(self));
         }
         let (kind, what) = match self.held() {
-            0 => (
-                ErrorKind::Busy,
-                format!(
-                    "I/O in flight did not complete within {} s; try again when the backing store responds",
-                    FREEZE_TIMEOUT.as_secs()
-                ),
-            ),
+            0 => {
+                let (seconds, hint) = (FREEZE_TIMEOUT.as_secs(), "try again when the backing store responds");
+                (ErrorKind::Busy, format!("I/O in flight did not complete within {seconds} s; {hint}"))
+            }
             1 => (ErrorKind::Held, "1 request is held after I/O errors".to_owned()),
             held => (ErrorKind::Held, format!("{held} requests are held after I/O errors")),
         };
@@ -424,8 +416,8 @@ impl Disk {
             return Ok(());
         }
         let _one_at_a_time = lock(&self.changing);
-        self.freeze_timeout()?;
-        // SAFETY: the disk is frozen, and nothing ends this freeze, because it has no [`Frozen`].
+        std::mem::forget(self.freeze_timeout()?);
+        // SAFETY: the disk is frozen, and nothing ends this freeze, because its [`Frozen`] was forgotten.
         unsafe { self.driver().release() }
     }
 
@@ -433,7 +425,7 @@ impl Disk {
     /// Fails with `Busy` and `Held` as [`Disk::set`] does, and then the disk continues.
     pub fn freeze_until_exit(&self) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.freeze_timeout()
+        self.freeze_timeout().map(std::mem::forget)
     }
 
     /// Quiesces the disk: when this returns, the driver gets no further requests until the returned value is
@@ -452,18 +444,13 @@ impl Disk {
         self.next_queue.fetch_add(1, Ordering::Relaxed) % self.queues.len()
     }
 
-    pub(crate) fn check_queue(&self, index: usize) -> Result<(), Error> {
-        if index < self.queues.len() {
-            return Ok(());
-        }
-        let what = format!("there is no queue {index}; the disk has {}", self.queues.len());
-        Err(self.error(ErrorKind::NotFound, what))
-    }
-
     /// Makes the caller the owner of a queue, until the returned value is dropped.
     pub(crate) fn claim_queue(self: &Arc<Disk>, index: usize) -> Result<QueueClaim, Error> {
-        self.check_queue(index)?;
-        if self.queues[index].open.swap(true, Ordering::SeqCst) {
+        let Some(queue) = self.queues.get(index) else {
+            let what = format!("there is no queue {index}; the disk has {}", self.queues.len());
+            return Err(self.error(ErrorKind::NotFound, what));
+        };
+        if queue.open.swap(true, Ordering::SeqCst) {
             let what = format!("queue {index} is already open; each queue has one owner");
             return Err(self.error(ErrorKind::Busy, what));
         }
@@ -474,16 +461,12 @@ impl Disk {
     /// has staged a bio, and the owner after it has released the queue, so that one of them finds the bio.
     pub(crate) fn fail_staged_if_closed(&self, queue: &HardwareQueue) {
         if !queue.open.load(Ordering::SeqCst) {
-            self.fail_staged(queue);
+            self.fail(queue.software.take_all());
         }
     }
 
-    #[cold]
-    fn fail_staged(&self, queue: &HardwareQueue) {
-        self.fail(queue.software.take_all());
-    }
-
     /// Completes staged bios with [`Status::Offline`], and returns their allocations to the request gate.
+    #[cold]
     pub(crate) fn fail(&self, staged: impl IntoIterator<Item = Staged>) {
         for staged in staged {
             let direction = Direction::of(staged.operation());
@@ -493,5 +476,55 @@ impl Disk {
             }
             self.gate.leave(direction, 1);
         }
+    }
+}
+
+/// Ownership of an open queue. The owner must drop it after everything else, because the next owner may open
+/// the queue from then on. Bios that submitters have staged in the queue fail.
+pub(crate) struct QueueClaim {
+    disk: Arc<Disk>,
+    index: usize,
+}
+
+impl Drop for QueueClaim {
+    fn drop(&mut self) {
+        let queue = &self.disk.queues[self.index];
+        queue.open.store(false, Ordering::SeqCst);
+        self.disk.fail(queue.software.take_all());
+    }
+}
+
+/// A freeze of a disk ([`Disk::freeze`]). Dropping this lifts it.
+#[must_use = "the freeze is over when this is dropped"]
+pub struct Frozen<'a>(&'a Disk);
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        self.0.control.unfreeze(|queue| self.0.queues[queue].kick.kick());
+    }
+}
+
+/// A time in which no rate limit applies ([`Disk::bypass_limits`]), or no request is held
+/// ([`Disk::report_errors`]). Dropping this ends it.
+#[must_use = "the disk's own rules apply again when this is dropped"]
+pub struct Suspension {
+    disk: Arc<Disk>,
+    end: fn(&Disk),
+}
+
+impl Drop for Suspension {
+    fn drop(&mut self) {
+        (self.end)(&self.disk);
+        self.disk.wake_queues();
+    }
+}
+
+/// A quiesce of a disk ([`Disk::quiesce`]). Dropping this lifts it.
+#[must_use = "the quiesce is over when this is dropped"]
+pub struct Quiesced<'a>(&'a Disk);
+
+impl Drop for Quiesced<'_> {
+    fn drop(&mut self) {
+        self.0.control.unquiesce(|queue| self.0.queues[queue].kick.kick());
     }
 }

@@ -15,6 +15,8 @@ use std::ptr::NonNull;
 // Not `crate::sync`: the atomics are placed on bytes of the mapping, which the types of the model checkers cannot be.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
 use crate::bio::{BioFlags, Operation};
 use crate::budget::TURN_BUDGET;
 use crate::buffer::Segment;
@@ -157,7 +159,6 @@ unsafe impl Sync for Medium {}
 
 impl Medium {
     fn new(capacity: u64) -> Result<Medium, Error> {
-        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         let fail = |e: rustix::io::Errno| {
             let policy = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
             let hint = match policy.trim() {
@@ -216,7 +217,6 @@ impl Medium {
 
     /// Fills a range with zeroes, and frees the whole pages in it.
     fn discard(&self, range: Range<usize>) {
-        use rustix::mm::{Advice, madvise};
         let first = range.start.next_multiple_of(self.page);
         let last = range.end - range.end % self.page;
         if first >= last {
@@ -249,10 +249,8 @@ impl Medium {
             let index = (self.base.as_ptr() as u64 + at) / page;
             let wanted = ((end.div_ceil(page) - at / page) as usize * WORD).min(entries.len());
             pagemap.read_exact_at(&mut entries[..wanted], index * WORD as u64)?;
-            for entry in entries[..wanted].chunks_exact(WORD) {
-                let mut bits = [0; WORD];
-                bits.copy_from_slice(entry);
-                let hole = u64::from_ne_bytes(bits) & POPULATED == 0;
+            for entry in entries[..wanted].as_chunks().0 {
+                let hole = u64::from_ne_bytes(*entry) & POPULATED == 0;
                 let length = (page - at % page).min(end - at);
                 let full = extents.len() == max;
                 match extents.last_mut() {
@@ -306,7 +304,7 @@ unsafe fn copy_words(to: *mut u64, from: *const u64, count: usize) {
 impl Drop for Medium {
     fn drop(&mut self) {
         // SAFETY: the mapping was made in `new`, and no borrow of it is left.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 

@@ -17,8 +17,6 @@ use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
 
-#[cfg(all(test, not(model_check)))]
-use wait::WAITERS_MAX;
 pub use wait::WaiterId;
 
 /// The number of a request within its tag set: from 0 to one below the size of the set.
@@ -62,9 +60,7 @@ pub struct TagSet {
 
 /// The word in which a submitter searches for a free tag first. Each submitter has its own.
 #[derive(Debug)]
-pub struct TagHint {
-    word: usize,
-}
+pub struct TagHint(usize);
 
 impl TagSet {
     /// A set of `depth` tags, all of them free. Panics if `depth` is 0.
@@ -148,29 +144,24 @@ impl TagSet {
     pub fn hint(&self) -> TagHint {
         // Relaxed: the number only spreads the hints over the words.
         let number = self.hints.fetch_add(1, Ordering::Relaxed) as usize;
-        TagHint { word: number % self.words.len() }
+        TagHint(number % self.words.len())
     }
 
     /// Takes a free tag with one atomic operation. `None` if no tag was free.
     pub fn get(&self, hint: &mut TagHint) -> Option<Tag> {
         for _ in 0..self.words.len() {
             // The hint may come from a set with more words.
-            if hint.word >= self.words.len() {
-                hint.word = 0;
+            if hint.0 >= self.words.len() {
+                hint.0 = 0;
             }
             let take_lowest = |free: u64| (free != 0).then(|| free & (free - 1));
-            let word = &self.words[hint.word];
+            let word = &self.words[hint.0];
             if let Ok(free) = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take_lowest) {
-                return Some(Tag(((hint.word << self.shift) as u32 + free.trailing_zeros()) as u16));
+                return Some(Tag(((hint.0 << self.shift) as u32 + free.trailing_zeros()) as u16));
             }
-            hint.word += 1;
+            hint.0 += 1;
         }
         None
-    }
-
-    #[cfg(all(test, not(model_check)))]
-    pub fn put(&self, tag: Tag) {
-        self.put_batch([tag]);
     }
 
     /// Frees tags, with one atomic operation for each run of tags in the same word. Panics if a tag is not in

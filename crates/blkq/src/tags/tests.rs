@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use proptest::prelude::*;
 
+use super::wait::WAITERS_MAX;
 use super::*;
 
 #[derive(Default)]
@@ -45,7 +46,7 @@ fn words_do_not_share_a_cache_line() {
 #[test]
 #[should_panic(expected = "put twice")]
 fn a_free_tag_cannot_be_put() {
-    TagSet::new(8).put(Tag(3));
+    TagSet::new(8).put_batch([Tag(3)]);
 }
 
 #[test]
@@ -95,13 +96,13 @@ fn waiters_are_woken_a_batch_at_a_time() {
     let woken = || counters.iter().map(|c| c.0.load(SeqCst)).sum::<u32>();
     set.put_batch(all[..7].iter().copied());
     assert_eq!(woken(), 0);
-    set.put(all[7]);
+    set.put_batch([all[7]]);
     assert_eq!(woken(), 8);
     assert!(counters[..8].iter().all(|c| c.0.load(SeqCst) == 1), "one of each queue");
     set.put_batch(all[8..26].iter().copied());
     assert_eq!(woken(), 20, "18 puts are two batches, and 12 waited");
     for tag in &all[26..] {
-        set.put(*tag);
+        set.put_batch([*tag]);
     }
     assert_eq!(woken(), 20);
 }
@@ -211,7 +212,7 @@ fn a_batch_of_wake_ups_does_not_wait_for_held_tags() {
     let woken = Arc::new(Counter::default());
     let mut id = set.register(woken.clone()).unwrap();
     set.prepare_wait(&mut id);
-    set.put(all[0]);
+    set.put_batch([all[0]]);
     assert_eq!(woken.0.load(SeqCst), 0, "another tag is to come back");
     set.hold(15);
     assert_eq!(woken.0.load(SeqCst), 1);

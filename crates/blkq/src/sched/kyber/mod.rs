@@ -6,14 +6,12 @@
 
 use std::collections::VecDeque;
 
-use super::scheduler::Scheduler;
+use super::{NS_PER_MS, Scheduler};
 use crate::bio::{Operation, Outline};
 use crate::error::IoResult;
 use crate::limits::MergeSide;
 use crate::request::Request;
 use crate::tags::Tag;
-
-const NS_PER_MS: u64 = 1_000_000;
 
 const READ: usize = 0;
 const WRITE: usize = 1;
@@ -225,13 +223,10 @@ impl Scheduler for Kyber {
         // The domain has had its batch, has no request, or has no token. The others are next, and this domain
         // comes last.
         self.batched = 0;
-        for _ in 0..self.domains.len() {
+        (0..self.domains.len()).find_map(|_| {
             self.batch_domain = (self.batch_domain + 1) % self.domains.len();
-            if let Some(tag) = self.take(open, now_ns) {
-                return Some(tag);
-            }
-        }
-        None
+            self.take(open, now_ns)
+        })
     }
 
     fn find_merge(&self, requests: &[Request], bio: &Outline) -> Option<(Tag, MergeSide)> {

@@ -4,14 +4,12 @@
 
 use std::collections::VecDeque;
 
-use super::scheduler::Scheduler;
+use super::{NS_PER_MS, Scheduler};
 use crate::bio::{Operation, Outline};
 use crate::limits::MergeSide;
 use crate::request::{NIL, Request};
 use crate::sector::Sector;
 use crate::tags::Tag;
-
-const NS_PER_MS: u64 = 1_000_000;
 
 const READ: usize = 0;
 const WRITE: usize = 1;
@@ -129,6 +127,18 @@ impl MqDeadline {
         }
     }
 
+    fn beginning_at(&self, sector: Sector, operation: Operation, requests: &[Request]) -> Option<Tag> {
+        let found = self.directions[direction_of(operation)].at_or_after(sector)?;
+        let request = &requests[found.index()];
+        (request.sector == sector && request.operation == operation).then_some(found)
+    }
+
+    fn ending_at(&self, sector: Sector, operation: Operation, requests: &[Request]) -> Option<Tag> {
+        let found = self.directions[direction_of(operation)].before(sector)?;
+        let request = &requests[found.index()];
+        (request.end() == sector && request.operation == operation).then_some(found)
+    }
+
     /// The open direction of the next batch: reads, unless writes have waited for enough read batches.
     fn choose_direction(&mut self, open: [bool; 2]) -> Option<usize> {
         let [reads, writes] = &self.directions;
@@ -186,15 +196,9 @@ impl Scheduler for MqDeadline {
     }
 
     fn find_merge(&self, requests: &[Request], bio: &Outline) -> Option<(Tag, MergeSide)> {
-        let direction = &self.directions[direction_of(bio.operation)];
-        let same = |tag: &Tag| requests[tag.index()].operation == bio.operation;
-        let back = direction.before(bio.sector).filter(|tag| requests[tag.index()].end() == bio.sector);
-        if let Some(tag) = back.filter(same) {
-            return Some((tag, MergeSide::Back));
-        }
-        let end = bio.sector + bio.sectors;
-        let front = direction.at_or_after(end).filter(|tag| self.entries[tag.index()].sector == end);
-        front.filter(same).map(|tag| (tag, MergeSide::Front))
+        let back = self.ending_at(bio.sector, bio.operation, requests).map(|tag| (tag, MergeSide::Back));
+        let front = || self.beginning_at(bio.sector + bio.sectors, bio.operation, requests);
+        back.or_else(|| front().map(|tag| (tag, MergeSide::Front)))
     }
 
     fn merged(&mut self, tag: Tag, requests: &[Request]) {
@@ -210,16 +214,10 @@ impl Scheduler for MqDeadline {
 
     fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag> {
         let request = &requests[tag.index()];
-        let direction = &self.directions[direction_of(request.operation)];
-        let neighbour = match side {
-            MergeSide::Back => direction
-                .at_or_after(request.end())
-                .filter(|other| requests[other.index()].sector == request.end()),
-            MergeSide::Front => direction
-                .before(request.sector)
-                .filter(|other| requests[other.index()].end() == request.sector),
-        };
-        neighbour.filter(|other| requests[other.index()].operation == request.operation)
+        match side {
+            MergeSide::Back => self.beginning_at(request.end(), request.operation, requests),
+            MergeSide::Front => self.ending_at(request.sector, request.operation, requests),
+        }
     }
 
     fn joined(&mut self, kept: Tag, gone: Tag) {
