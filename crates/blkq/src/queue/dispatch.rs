@@ -16,9 +16,9 @@ use crate::sched::Scheduler;
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::Counter;
 use crate::tags::Tag;
+use crate::throttle::DeviceTimes;
 use crate::trace::EventKind;
 
-use super::device_time::DeviceTime;
 use super::disk_view::DiskView;
 use super::io::Io;
 use super::plug::PLUG_REQUESTS;
@@ -62,6 +62,44 @@ unsafe impl DriverQueue for BrokenQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         tags.iter().for_each(|tag| cx.complete(*tag, Err(Status::Io)));
         Taken::All
+    }
+}
+
+/// Measures how long the driver has each request. Used only while the disk's ceiling is searched
+/// ([`CeilingSearch`](crate::disk::CeilingSearch)).
+struct DeviceTime {
+    times: Arc<DeviceTimes>,
+    /// The time of dispatch by tag; 0 if the request was dispatched before the measurement started.
+    issued_ns: Vec<u64>,
+}
+
+impl DeviceTime {
+    fn new(times: Arc<DeviceTimes>, slots: usize) -> DeviceTime {
+        DeviceTime { times, issued_ns: vec![0; slots] }
+    }
+
+    fn issued(&mut self, tags: &[Tag], now_ns: u64) {
+        tags.iter().for_each(|tag| self.issued_ns[tag.index()] = now_ns);
+    }
+
+    /// Forgets requests that have failed and are held. The driver has `left` other requests.
+    fn held(&mut self, tags: &[Tag], left: u64) {
+        let issued = tags.iter().filter(|tag| std::mem::take(&mut self.issued_ns[tag.index()]) != 0).count();
+        self.times.completed(issued as u64, left);
+    }
+
+    /// Counts requests that the driver has completed. The driver has `left` other requests.
+    fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], now_ns: u64, left: u64) {
+        let mut issued = 0;
+        for (tag, _) in completed {
+            let issued_ns = std::mem::take(&mut self.issued_ns[tag.index()]);
+            let request = &requests[tag.index()];
+            issued += u64::from(issued_ns != 0);
+            if issued_ns != 0 && request.operation().has_data() {
+                self.times.timed(now_ns.saturating_sub(issued_ns), request.bytes());
+            }
+        }
+        self.times.completed(issued, left);
     }
 }
 
@@ -342,13 +380,8 @@ impl Dispatch {
 
     /// Fills `batch` with the requests to offer next, all from one source. Returns their number.
     fn next_batch(&mut self, batch: &mut [Tag], io: &mut Io) -> usize {
-        let mut len = 0;
-        while len < batch.len()
-            && let Some(tag) = self.requeued.pop_front()
-        {
-            batch[len] = tag;
-            len += 1;
-        }
+        let mut len = self.requeued.len().min(batch.len());
+        batch.iter_mut().zip(self.requeued.drain(..len)).for_each(|(place, tag)| *place = tag);
         if len == 0 && self.throttle.has_waiting {
             len = self.take_overtaken(batch, io);
             if len == 0 {
@@ -426,12 +459,11 @@ impl Dispatch {
         if self.blocked_by_quiesce {
             return 0;
         }
-        debug_assert!(
-            tags.iter()
-                .map(|&tag| &io.in_flight[tag])
-                .all(|it| io.disk.limits.declares(it.operation, it.flags)),
-            "a request has flags that the driver does not declare"
-        );
+        let is_declared = |&tag: &Tag| {
+            let Request { operation, flags, .. } = io.in_flight[tag];
+            io.disk.limits.declares(operation, flags)
+        };
+        debug_assert!(tags.iter().all(is_declared), "a request has flags that the driver does not declare");
         if !self.bitmaps.is_empty() {
             self.mark_written(tags, io.in_flight.requests());
         }

@@ -115,14 +115,11 @@ impl FailureNotes {
         self.first = Some((FailedIo { operation, sector, sectors, status, client: None }, client));
     }
 
-    pub fn lacks_name(&self) -> bool {
-        self.unnamed.is_some()
-    }
-
     /// Calls `name` to write the client of the first request, unless its client is known.
-    #[cold]
     pub fn name(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
-        if let (Some((_, client)), Some(user_data)) = (&mut self.first, self.unnamed.take()) {
+        if let Some(user_data) = self.unnamed.take()
+            && let Some((_, client)) = &mut self.first
+        {
             name(user_data, client);
         }
     }

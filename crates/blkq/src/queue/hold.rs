@@ -5,6 +5,8 @@
 //! Other I/O continues, except for flushes: while a write is held, on any queue of the disk, no flush is
 //! issued. Otherwise the client would take data for durable that has not been written.
 
+use std::collections::BTreeSet;
+
 use crate::bio::Operation;
 use crate::disk::{Disk, ErrorPolicy, Resume};
 use crate::error::{IoResult, Status};
@@ -18,12 +20,9 @@ use super::io::Io;
 pub(super) struct Hold {
     /// The policy in force on this queue.
     policy: ErrorPolicy,
-    /// The tag of the queue's own flush, which is never held.
-    flush: Tag,
     held: Vec<(Tag, Status)>,
-    /// For each tag whether its request was held, is not a read, and has not completed.
-    writes: Vec<bool>,
-    write_count: usize,
+    /// The requests that were held, are not reads, and have not completed.
+    writes: BTreeSet<Tag>,
     /// How many resumes of the disk this queue has applied: reissues, failures.
     pub resumed: (u64, u64),
     /// The owner of the queue is stopping, so no request is held, and no staged bio is pulled.
@@ -31,13 +30,11 @@ pub(super) struct Hold {
 }
 
 impl Hold {
-    pub fn new(disk: &Disk, queue: usize, flush: Tag, slots: usize) -> Hold {
+    pub fn new(disk: &Disk, queue: usize) -> Hold {
         let mut hold = Hold {
             policy: ErrorPolicy::Report,
-            flush,
             held: Vec::new(),
-            writes: vec![false; slots],
-            write_count: 0,
+            writes: BTreeSet::new(),
             resumed: disk.hold.resumed(),
             closing: false,
         };
@@ -53,7 +50,7 @@ impl Hold {
 
     /// Whether completions must be checked for requests to hold, or for writes that were held.
     pub fn is_on(&self) -> bool {
-        self.policy != ErrorPolicy::Report || self.write_count > 0
+        self.policy != ErrorPolicy::Report || !self.writes.is_empty()
     }
 
     /// The error of request `tag`, if the request is held.
@@ -80,17 +77,10 @@ impl Hold {
     }
 
     /// Removes the held requests for which `which` returns true, so that they complete with their errors.
-    pub fn take_failed(
-        &mut self,
-        which: impl Fn(Tag) -> bool,
-        io: &mut Io,
-        dispatch: &mut Dispatch,
-    ) -> Vec<(Tag, IoResult)> {
+    pub fn take_failed(&mut self, which: impl Fn(Tag) -> bool, io: &mut Io) -> Vec<(Tag, IoResult)> {
         let failed: Vec<_> = self.held.extract_if(.., |&mut (tag, _)| which(tag)).collect();
         io.tags.resume(failed.len());
         io.stats.held(self.held.len() as u64);
-        // They are about to complete, which subtracts them a second time.
-        dispatch.started += failed.len() as u32;
         self.remove_writes(failed.iter().map(|(tag, _)| *tag), &io.disk.disk);
         failed.into_iter().map(|(tag, status)| (tag, Err(status))).collect()
     }
@@ -112,11 +102,6 @@ impl Hold {
         (reissues != reissued).then_some(Resume::Reissue)
     }
 
-    pub fn close(&mut self, disk: &Disk) {
-        self.closing = true;
-        self.reload(disk);
-    }
-
     /// Moves requests that must be held from `completed` to the held requests.
     #[cold]
     pub fn hold_failed(
@@ -125,9 +110,10 @@ impl Hold {
         io: &mut Io,
         dispatch: &mut Dispatch,
     ) {
-        let before = self.held.len();
+        let (before, flush) = (self.held.len(), io.flush.tag);
         completed.retain(|&(tag, result)| match result {
-            Err(status) if tag != self.flush && self.policy.holds(status) => {
+            // The queue's own flush is never held.
+            Err(status) if tag != flush && self.policy.holds(status) => {
                 self.held.push((tag, status));
                 false
             }
@@ -164,28 +150,24 @@ impl Hold {
         }
         #[cfg(simulation)]
         crate::simulation::world().write_held(io.disk.index, tag.0);
-        if !std::mem::replace(&mut self.writes[tag.index()], true) {
-            self.write_count += 1;
+        if self.writes.insert(tag) {
             io.disk.disk.hold.add_write();
         }
     }
 
     /// Removes this queue's writes from those that flushes wait for, because the queue is closed.
     pub fn forget_writes(&mut self, disk: &Disk) {
-        self.remove_writes((0..self.writes.len()).map(|index| Tag(index as u16)), disk);
+        self.remove_writes(self.writes.clone().into_iter(), disk);
     }
 
     /// Removes completed requests from the held writes, and wakes all queues after the last one of the disk.
     fn remove_writes(&mut self, completed: impl Iterator<Item = Tag>, disk: &Disk) {
-        if self.write_count == 0 {
+        if self.writes.is_empty() {
             return;
         }
         let mut is_last = false;
         for tag in completed {
-            if std::mem::take(&mut self.writes[tag.index()]) {
-                self.write_count -= 1;
-                is_last |= disk.hold.remove_write();
-            }
+            is_last |= self.writes.remove(&tag) && disk.hold.remove_write();
         }
         if is_last {
             disk.wake_queues();

@@ -8,23 +8,21 @@
 //!   (the settings and limits in force), the slots ([`InFlight`]), `tag_cache` (the free tags), `flush` (the flush
 //!   machine), `completions`, `failures`, `tracer`, the clock and the statistics;
 //! * `plug`: requests that are collected for one batch, and the fast path into it;
-//! * `dispatch`, `throttle`, `device_time`: requests between the plug and the driver;
+//! * `dispatch`, `throttle`: requests between the plug and the driver;
 //! * `hold`: failed requests that are held;
 //! * `rounds`: the budget of a turn;
-//! * `hang_tracker`: finds I/O that hangs.
+//! * `hang`: finds I/O that hangs.
 //!
 //! This file has the steps that need several parts.
 //!
 //! The ring is lent to each call that may reach the driver, because several queues of a thread share it.
 
 mod completions;
-mod device_time;
 mod disk_view;
 mod dispatch;
 pub mod failures;
 mod flush;
 pub mod hang;
-mod hang_tracker;
 mod hold;
 mod io;
 pub mod plug;
@@ -55,8 +53,7 @@ use crate::trace::{EventKind, Probes, TraceClient, TraceMemory, TraceWriter};
 
 use disk_view::DiskView;
 use dispatch::{Dispatch, DispatchPath};
-use hang::HangScan;
-use hang_tracker::{HangTracker, Scan};
+use hang::{HangScan, HangTracker, Scan};
 use hold::Hold;
 use io::Io;
 use plug::Plug;
@@ -68,21 +65,15 @@ const PROBE_PLUGS: u64 = 256;
 /// Staged requests that are taken together from one software queue while others have requests too.
 const TAKE_AT_ONCE: usize = 8;
 
-/// The round-robin position of a queue over the software queues (`hctx->dispatch_from` in the kernel).
-#[derive(Default)]
-struct PullCursor {
-    /// The software queue from which staged bios are taken next.
-    from: u32,
-    /// The staged requests that were taken together, oldest first. Each one stays here until the queue
-    /// accepts it, so that a panic loses none.
-    taken: VecDeque<Staged>,
-}
-
 /// One hardware queue of a disk, owned by one thread.
 pub(crate) struct Queue {
     io: Io,
     plug: Plug,
-    pull_cursor: PullCursor,
+    /// The software queue from which staged bios are taken next (`hctx->dispatch_from` in the kernel).
+    pull_from: u32,
+    /// The staged requests that were taken together, oldest first. Each one stays here until the queue
+    /// accepts it, so that a panic loses none.
+    pulled: VecDeque<Staged>,
     dispatch: Dispatch,
     hold: Hold,
     rounds: Rounds,
@@ -106,9 +97,10 @@ impl Queue {
         let io = Io::new(view, slots)?;
         Ok(Queue {
             plug: Plug::new(),
-            pull_cursor: PullCursor::default(),
+            pull_from: 0,
+            pulled: VecDeque::new(),
             dispatch: Dispatch::new(owner, driver, &io),
-            hold: Hold::new(disk, index, io.flush.tag, slots),
+            hold: Hold::new(disk, index),
             rounds: Rounds::default(),
             hang_tracker: HangTracker::default(),
             io,
@@ -168,7 +160,7 @@ impl Queue {
         self.io.completions.limits_changed = false;
         self.io.reload_limits();
         if self.io.tracer.is_some() {
-            self.change_tracer(|_, _| {});
+            self.change_tracer(|_| {});
         }
         if has_new_driver {
             self.dispatch.exchange_driver(&mut self.io, ring);
@@ -211,7 +203,7 @@ impl Queue {
         while let Some((index, _)) = self.io.waiting.pop_front() {
             self.io.reject(index, Status::Offline);
         }
-        self.io.disk.disk.fail(self.pull_cursor.taken.drain(..));
+        self.io.disk.disk.fail(self.pulled.drain(..));
         self.io.deliver_remote();
     }
 }
@@ -762,7 +754,7 @@ impl Queue {
         // If bios wait, this is the quota for the whole turn; otherwise it shrinks with the free tags.
         let mut quota = self.pull_quota();
         while self.io.disk.shared.software.has_pending() && quota > 0 {
-            let from = self.pull_cursor.from;
+            let from = self.pull_from;
             let mut rotated = self.io.disk.shared.software.take_pending().rotate_right(from);
             let at_once = if rotated.is_power_of_two() { usize::MAX } else { TAKE_AT_ONCE };
             let before = quota;
@@ -772,7 +764,7 @@ impl Queue {
                 if quota > 0 {
                     let taken = self.pull_one(index as usize, quota.min(at_once), ring.as_deref_mut());
                     quota = (quota - taken).min(self.pull_quota());
-                    self.pull_cursor.from = index + 1;
+                    self.pull_from = index + 1;
                 } else {
                     self.io.disk.shared.software.set_pending(index as usize);
                 }
@@ -805,9 +797,9 @@ impl Queue {
     fn pull_one(&mut self, index: usize, count: usize, mut ring: Option<&mut Ring>) -> usize {
         // The number of free tags in a shared set is not known, so requests are taken one by one.
         let count = if self.io.tags.is_shared() { 1 } else { count };
-        let more = self.io.disk.shared.software.try_take(index, count, &mut self.pull_cursor.taken);
+        let more = self.io.disk.shared.software.try_take(index, count, &mut self.pulled);
         let mut taken = 0;
-        while let Some(staged) = self.pull_cursor.taken.pop_front() {
+        while let Some(staged) = self.pulled.pop_front() {
             taken += 1;
             let ((bio, completer), others) = staged.into_bios();
             self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());
@@ -844,9 +836,7 @@ impl Queue {
     /// If the client of the first failed request is not known yet, calls `name` to write it. Must be called
     /// before the queue's owner takes the completion of the bio whose `user_data` `name` receives.
     pub fn name_failed(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
-        if self.io.failures.lacks_name() {
-            self.io.failures.name(name);
-        }
+        self.io.failures.name(name);
     }
 
     pub fn has_held(&self) -> bool {
@@ -868,7 +858,8 @@ impl Queue {
 
     /// Fails held requests and stops holding others, because the owner of the queue is stopping.
     fn close_hold(&mut self) {
-        self.hold.close(&self.io.disk.disk);
+        self.hold.closing = true;
+        self.hold.reload(&self.io.disk.disk);
         self.fail_held(|_| true);
     }
 
@@ -885,8 +876,10 @@ impl Queue {
 
     /// Completes the held requests for which `which` returns true with their errors.
     fn fail_held(&mut self, which: impl Fn(Tag) -> bool) {
-        let failed = self.hold.take_failed(which, &mut self.io, &mut self.dispatch);
+        let failed = self.hold.take_failed(which, &mut self.io);
         if !failed.is_empty() {
+            // The requests are about to complete, which subtracts them a second time.
+            self.dispatch.started += failed.len() as u32;
             self.io.clock.invalidate();
             self.complete_requests(failed);
         }
@@ -899,7 +892,7 @@ impl Queue {
     pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
         let writer = memory.and_then(|memory| TraceWriter::new(memory, self.io.disk.index));
         let in_flight = self.io.in_flight.tags().collect();
-        self.change_tracer(|tracer, plugged| tracer.set_writer(writer, plugged, in_flight));
+        self.change_tracer(|tracer| tracer.set_writer(writer, in_flight));
     }
 
     /// Starts or stops to fire USDT probes, depending on whether a tracer such as bpftrace is attached.
@@ -909,19 +902,18 @@ impl Queue {
         let probes = Probes::attached(self.io.disk.disk.number(), self.io.disk.index);
         let fires = self.io.tracer.as_ref().is_some_and(|tracer| tracer.probes.is_some());
         if probes.is_some() != fires {
-            self.change_tracer(|tracer, plugged| tracer.set_probes(probes, plugged));
+            self.change_tracer(|tracer| tracer.probes = probes);
         }
     }
 
-    /// Applies `change`, which gets the number of requests in the plug, and the disk's settings to the tracer, which
-    /// is created before and removed after as needed.
+    /// Applies `change` and the disk's settings to the tracer, which is created before and removed after as needed.
     #[cold]
-    fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer, usize)) {
+    fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
         self.trace_fast_path();
         self.close_fast_path();
         let mut tracer = self.io.tracer.take().unwrap_or_default();
-        change(&mut tracer, self.plug.requests().len());
-        tracer.reload(self.io.disk.settings.clock, &self.io.disk.limits);
+        change(&mut tracer);
+        tracer.reload(self.io.disk.settings.clock, &self.io.disk.limits, self.plug.requests().len());
         self.io.tracer = tracer.is_on().then_some(tracer);
         self.dispatch.update(self.io.tracer.as_deref());
     }
@@ -1037,11 +1029,8 @@ impl Queue {
     pub fn deadline_ns(&self) -> Option<u64> {
         // A frozen disk issues its flush after the thaw, and a flush behind held writes after these have
         // completed.
-        let flush_ns = if self.io.disk.is_frozen() || self.io.disk.disk.hold.has_writes() {
-            None
-        } else {
-            self.io.flush.deadline_ns()
-        };
+        let must_wait = self.io.disk.is_frozen() || self.io.disk.disk.hold.has_writes();
+        let flush_ns = self.io.flush.deadline_ns().filter(|_| !must_wait);
         [self.dispatch.deadline_ns(), flush_ns].into_iter().flatten().min()
     }
 

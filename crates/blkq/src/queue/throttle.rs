@@ -40,12 +40,6 @@ struct Waiting {
     is_overtaken: bool,
 }
 
-impl Waiting {
-    fn is_waiting(&self) -> bool {
-        self.is_blocked || !self.tags.is_empty()
-    }
-}
-
 #[derive(Default)]
 pub(super) struct QueueThrottle {
     throttle: Throttle,
@@ -130,7 +124,7 @@ impl QueueThrottle {
     }
 
     pub fn is_waiting(&self) -> bool {
-        self.waiting.iter().any(Waiting::is_waiting)
+        self.waiting.iter().any(|waiting| waiting.is_blocked || !waiting.tags.is_empty())
     }
 
     pub fn is_blocked(&self, operation: Operation) -> bool {
@@ -186,14 +180,11 @@ impl QueueThrottle {
     /// because the previous flush has overtaken this request, and the limits allow one now. A request that is a
     /// little too early waits here, and is tried before the flush.
     pub fn yields(&mut self, direction: usize, requests: &[Request]) -> bool {
-        let [reads, others] = &self.waiting;
-        let (tags, is_overtaken) = match direction {
-            READ => (reads.tags.len() + 1, reads.is_overtaken),
-            _ => (others.tags.len(), others.is_overtaken),
-        };
         let is_flush = |(tag, _): &(Tag, u64)| requests[tag.index()].operation() == Operation::Flush;
-        let is_first = others.tags.front().is_some_and(is_flush);
-        if !is_overtaken || !is_first || tags > 1 || self.bypassed || self.closing {
+        let is_first = self.waiting[OTHERS].tags.front().is_some_and(is_flush);
+        let Waiting { tags, is_overtaken, .. } = &self.waiting[direction];
+        let has_others = !tags.iter().all(is_flush);
+        if !is_overtaken || !is_first || has_others || self.bypassed || self.closing {
             return false;
         }
         let now_ns = monotonic_ns();

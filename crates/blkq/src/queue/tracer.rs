@@ -16,6 +16,9 @@ use super::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 /// The requests of one plug must fit into one record.
 const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 
+/// The length in an event of a bio that is longer: whole sectors.
+const BYTES_MAX: u32 = !(SECTOR_BYTES as u32 - 1);
+
 /// Writes the events of a queue to the trace, and fires USDT probes for them. Bios on the plug's fast path
 /// are not recorded one by one. Their first events are in one record per plug, which is written when the plug
 /// is flushed, or before another event is written.
@@ -42,22 +45,17 @@ pub(super) struct Tracer {
 }
 
 impl Tracer {
-    /// Starts or stops to write the events with `writer`. `plugged` requests are in the plug, and those of
-    /// `in_flight` have begun before.
-    pub fn set_writer(&mut self, writer: Option<TraceWriter>, plugged: usize, in_flight: Vec<Tag>) {
+    /// Starts or stops to write the events with `writer`. The requests of `in_flight` have begun before.
+    pub fn set_writer(&mut self, writer: Option<TraceWriter>, in_flight: Vec<Tag>) {
         self.writer = writer;
-        self.plugged = plugged;
         self.plug_clients.fill(TraceClient::NONE);
         self.unknown = in_flight;
     }
 
-    /// Starts or stops to fire `probes`. `plugged` requests are in the plug.
-    pub fn set_probes(&mut self, probes: Option<Probes>, plugged: usize) {
-        self.probes = probes;
+    /// Must be called after each change of the writer, the probes, the clock or the limits. `plugged` requests are in
+    /// the plug, and those of a queue that was traced before have been recorded.
+    pub fn reload(&mut self, clock: ClockMode, limits: &QueueLimits, plugged: usize) {
         self.plugged = plugged;
-    }
-
-    pub fn reload(&mut self, clock: ClockMode, limits: &QueueLimits) {
         self.has_records =
             clock == ClockMode::Cached && limits.capacity_bytes / SECTOR_BYTES <= RECORD_CAPACITY_SECTORS;
     }
@@ -123,7 +121,7 @@ impl Tracer {
             operation: of.operation,
             flags: of.flags,
             sector: of.sector,
-            bytes: bytes_of(of.sectors),
+            bytes: u32::try_from(of.sectors.saturating_mul(SECTOR_BYTES)).unwrap_or(BYTES_MAX),
             bio,
             tag,
             client: self.client_of(bio),
@@ -286,8 +284,4 @@ impl Tracer {
             self.unknown.retain(|tag| completed.iter().all(|(completed, _)| completed != tag));
         }
     }
-}
-
-fn bytes_of(sectors: u64) -> u32 {
-    u32::try_from(sectors.saturating_mul(SECTOR_BYTES)).unwrap_or(!(SECTOR_BYTES as u32 - 1))
 }
