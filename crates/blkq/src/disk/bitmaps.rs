@@ -164,19 +164,13 @@ impl Disk {
 
     /// Rejects a change after [`Disk::close_bitmaps`]. The caller must have locked changes.
     pub(super) fn check_bitmaps_open(&self) -> Result<(), Error> {
-        if !self.bitmaps.is_closed() {
-            return Ok(());
-        }
-        let what = "the device is stopping, so its bitmaps cannot be changed";
-        Err(self.error(ErrorKind::Unsupported, what))
+        let why = "the device is stopping, so its bitmaps cannot be changed";
+        self.refuse_if(self.bitmaps.is_closed(), why)
     }
 
     fn check_changeable(&self, why: &str) -> Result<(), Error> {
         self.check_bitmaps_open()?;
-        if !self.limits().read_only {
-            return Ok(());
-        }
-        Err(self.error(ErrorKind::Unsupported, format!("the device is read-only, so {why}")))
+        self.refuse_if(self.limits().read_only, format_args!("the device is read-only, so {why}"))
     }
 
     fn find_bitmap(&self, name: &str) -> Result<Arc<Bitmap>, Error> {

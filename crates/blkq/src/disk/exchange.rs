@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::Driver;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::sync::{MutexGuard, lock};
 
 use super::{Disk, Frozen};
@@ -34,24 +34,20 @@ impl Disk {
         let (now, then) = (self.driver().limits(), driver.limits());
         then.validate()?;
         let (queues, most, name) = (self.queue_count(), driver.queues_max(), driver.name());
-        let refused = |why: String| Err(self.error(ErrorKind::Unsupported, why));
-        if queues > most {
-            return refused(format!("a {name} device has at most {most} queues, and {queues} are needed"));
-        }
+        let why = format_args!("a {name} device has at most {most} queues, and {queues} are needed");
+        self.refuse_if(queues > most, why)?;
         let bytes = |value: u32| u64::from(value);
         let same = [
             ("the size", now.size_bytes(), then.size_bytes()),
             ("the sector size", bytes(now.logical_block_bytes), bytes(then.logical_block_bytes)),
             ("the padding after the end", bytes(now.padding_bytes), bytes(then.padding_bytes)),
         ];
-        if let Some((what, now, then)) = same.into_iter().find(|(_, now, then)| now != then) {
-            return refused(format!("{what} would change from {now} to {then} bytes"));
+        for (what, now, then) in same {
+            self.refuse_if(now != then, format_args!("{what} would change from {now} to {then} bytes"))?;
         }
         let (now, then) = (now.memory_align, then.memory_align);
-        if then > now {
-            return refused(format!("the required memory alignment would rise from {now} to {then} bytes"));
-        }
-        Ok(())
+        let why = format_args!("the required memory alignment would rise from {now} to {then} bytes");
+        self.refuse_if(then > now, why)
     }
 }
 

@@ -338,10 +338,9 @@ impl Disk {
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         self.driver().set_read_only(read_only)?;
-        if !read_only && self.driver().limits().read_only {
-            let what = format!("the device of the {} driver is read-only", self.driver().name());
-            return Err(self.error(ErrorKind::Unsupported, what));
-        }
+        let is_refused = !read_only && self.driver().limits().read_only;
+        let name = self.driver().name();
+        self.refuse_if(is_refused, format_args!("the device of the {name} driver is read-only"))?;
         self.read_only.store(read_only, Ordering::SeqCst);
         Ok(())
     }
@@ -393,6 +392,11 @@ impl Disk {
             held => (ErrorKind::Held, format!("{held} requests are held after I/O errors")),
         };
         Err(self.error(kind, what))
+    }
+
+    /// Fails with [`ErrorKind::Unsupported`] and the reason `why` if `is_refused`.
+    fn refuse_if(&self, is_refused: bool, why: impl std::fmt::Display) -> Result<(), Error> {
+        if is_refused { Err(self.error(ErrorKind::Unsupported, why)) } else { Ok(()) }
     }
 
     /// An error whose message begins with the name of the disk.
