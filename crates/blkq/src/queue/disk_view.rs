@@ -33,12 +33,9 @@ impl DiskView {
     pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
         // Read before the settings, so that `is_outdated` notices a change made in between.
         let generation = disk.control.generation();
-        let settings = disk.settings();
-        let driver = disk.driver();
-        let limits = disk.limits();
+        let (settings, driver, limits) = (disk.settings(), disk.driver(), disk.limits());
         limits.validate()?;
-        let fast = FastLimits::new(&limits);
-        let shared = disk.hardware_queue(index).clone();
+        let (fast, shared) = (FastLimits::new(&limits), disk.hardware_queue(index).clone());
         let (disk, entered) = (disk.clone(), false);
         Ok(DiskView { disk, index, shared, driver, generation, settings, limits, fast, entered })
     }

@@ -194,6 +194,7 @@ pub(super) struct HangTracker {
 
 /// A scan, with the other parts of the queue in which requests may be.
 pub(super) struct Scan<'a> {
+    pub io: &'a mut Io,
     pub dispatch: &'a Dispatch,
     pub plug: &'a [Tag],
     pub hold: &'a Hold,
@@ -205,13 +206,14 @@ pub(super) struct Scan<'a> {
 
 impl Scan<'_> {
     /// When request `tag` stopped waiting for a rate limit; `u64::MAX` while it waits.
-    fn throttled_until_ns(&self, tag: Tag, io: &Io) -> u64 {
+    fn throttled_until_ns(&self, tag: Tag) -> u64 {
         let Dispatch { throttle, .. } = self.dispatch;
-        let is_blocked = throttle.is_blocked(io.in_flight[tag].operation) && self.dispatch.is_scheduled(tag);
+        let operation = self.io.in_flight[tag].operation;
+        let is_blocked = throttle.is_blocked(operation) && self.dispatch.is_scheduled(tag);
         if is_blocked { u64::MAX } else { throttle.released_ns(tag) }
     }
 
-    fn place_of(&self, tag: Tag, io: &Io) -> Place {
+    fn place_of(&self, tag: Tag) -> Place {
         if let Some(status) = self.hold.status(tag) {
             return Place::Held(status);
         }
@@ -222,9 +224,9 @@ impl Scan<'_> {
         } else if self.dispatch.requeued.contains(&tag) {
             Place::Dispatch
         } else {
-            return Place::Driver(self.dispatch.state(tag, &io.in_flight[tag]));
+            return Place::Driver(self.dispatch.state(tag, &self.io.in_flight[tag]));
         };
-        if io.disk.control().is_quiesced() { Place::Quiesced } else { place }
+        if self.io.disk.control().is_quiesced() { Place::Quiesced } else { place }
     }
 
     /// Counts I/O that started at `start_ns` if it hangs. Returns whether it does.
@@ -263,31 +265,31 @@ impl HangTracker {
     }
 
     /// Finds requests and bios that hang.
-    pub fn scan(&mut self, io: &mut Io, mut scan: Scan<'_>) -> HangScan {
+    pub fn scan(&mut self, mut scan: Scan<'_>) -> HangScan {
         self.reported.iter_mut().for_each(|one| one.seen = false);
-        for tag in (0..io.in_flight.requests().len()).map(|index| Tag(index as u16)) {
-            if io.in_flight[tag].state != RequestState::Idle {
-                self.scan_request(tag, io, &mut scan);
+        for tag in (0..scan.io.in_flight.requests().len()).map(|index| Tag(index as u16)) {
+            if scan.io.in_flight[tag].state != RequestState::Idle {
+                self.scan_request(tag, &mut scan);
             }
         }
-        let frozen = io.disk.is_frozen();
-        for before in 0..io.waiting.len() {
+        let frozen = scan.io.disk.is_frozen();
+        for before in 0..scan.io.waiting.len() {
             let place = if frozen { Place::Frozen } else { Place::ForTag(before) };
-            self.scan_bio(io.waiting[before].0, place, io, &mut scan);
+            self.scan_bio(scan.io.waiting[before].0, place, &mut scan);
         }
-        for index in 0..io.flush.pending.len() {
-            let place = match (frozen, io.disk.disk.hold.has_writes()) {
+        for index in 0..scan.io.flush.pending.len() {
+            let place = match (frozen, scan.io.disk.disk.hold.has_writes()) {
                 (true, _) => Place::Frozen,
                 (_, true) => Place::ForHeldWrites,
                 _ => Place::ForFlush,
             };
-            self.scan_bio(io.flush.pending[index], place, io, &mut scan);
+            self.scan_bio(scan.io.flush.pending[index], place, &mut scan);
         }
+        let Scan { io, mut found, now_ns, .. } = scan;
         // The bios that the flush in flight serves are reported as part of the flush.
         for &bio in &io.flush.running {
             self.see(bio, io.in_flight[bio].start_ns);
         }
-        let Scan { mut found, now_ns, .. } = scan;
         found.completed = self.finish_scan(now_ns);
         found.failures = io.failures.take();
         io.stats.count(Counter::Hangs, found.hangs.len() as u64 + found.more);
@@ -295,24 +297,24 @@ impl HangTracker {
         found
     }
 
-    fn scan_request(&mut self, tag: Tag, io: &mut Io, scan: &mut Scan<'_>) {
-        io.in_flight.fill_plain(tag);
-        let request = &mut io.in_flight[tag];
+    fn scan_request(&mut self, tag: Tag, scan: &mut Scan<'_>) {
+        scan.io.in_flight.fill_plain(tag);
+        let request = &mut scan.io.in_flight[tag];
         if request.start_ns == 0 {
             request.start_ns = scan.now_ns;
         }
         let (first, outline) = (request.first_bio, request.outline());
         // The time for which a request waits for a rate limit does not count.
-        let is_hung = scan.count(outline.start_ns.max(scan.throttled_until_ns(tag, io)));
+        let is_hung = scan.count(outline.start_ns.max(scan.throttled_until_ns(tag)));
         // Any bio of the request may have been counted or reported before it was part of a request.
         let (mut counted, mut bios, mut began_ns) = (false, 0, outline.start_ns);
         if first == NIL {
             counted = self.see(NIL, outline.start_ns);
-            bios = io.flush.running.len() as u32;
+            bios = scan.io.flush.running.len() as u32;
         }
         let mut bio = first;
         while bio != NIL {
-            let slot = &mut io.in_flight[bio];
+            let slot = &mut scan.io.in_flight[bio];
             if slot.start_ns == 0 {
                 slot.start_ns = outline.start_ns;
             }
@@ -323,20 +325,20 @@ impl HangTracker {
             (bio, bios) = (slot.next, bios + 1);
         }
         if is_hung && !counted {
-            let place = scan.place_of(tag, io);
-            self.add_hang(scan, (first, began_ns), outline, Some(tag), bios, place, io);
+            let place = scan.place_of(tag);
+            self.add_hang(scan, (first, began_ns), outline, Some(tag), bios, place);
         }
     }
 
-    fn scan_bio(&mut self, bio: u32, place: Place, io: &mut Io, scan: &mut Scan<'_>) {
-        let slot = &mut io.in_flight[bio];
+    fn scan_bio(&mut self, bio: u32, place: Place, scan: &mut Scan<'_>) {
+        let slot = &mut scan.io.in_flight[bio];
         if slot.start_ns == 0 {
             slot.start_ns = scan.now_ns;
         }
         let outline = slot.outline();
         let counted = self.see(bio, outline.start_ns);
         if !scan.dispatch.throttle.is_waiting() && scan.count(outline.start_ns) && !counted {
-            self.add_hang(scan, (bio, outline.start_ns), outline, None, 1, place, io);
+            self.add_hang(scan, (bio, outline.start_ns), outline, None, 1, place);
         }
     }
 
@@ -352,7 +354,6 @@ impl HangTracker {
 
     /// Counts I/O that hangs and was not counted before, and reports it unless too many reported hangs have
     /// not completed. Its first bio is `bio` ([`NIL`] for the driver's flush), accepted at `began_ns`.
-    #[expect(clippy::too_many_arguments, reason = "the facts of a report")]
     fn add_hang(
         &mut self,
         scan: &mut Scan<'_>,
@@ -361,8 +362,8 @@ impl HangTracker {
         tag: Option<Tag>,
         bios: u32,
         place: Place,
-        io: &Io,
     ) {
+        let io = &*scan.io;
         self.counted_ns.insert(bio, began_ns);
         if self.reported.len() == REPORTED_MAX {
             scan.found.more += 1;

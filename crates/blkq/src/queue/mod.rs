@@ -830,7 +830,7 @@ impl Queue {
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let Queue { io, plug, dispatch, hold, hang_tracker, .. } = self;
         let (plug, found) = (plug.requests(), HangScan::default());
-        hang_tracker.scan(io, Scan { dispatch, plug, hold, now_ns, limit_ns, found })
+        hang_tracker.scan(Scan { io, dispatch, plug, hold, now_ns, limit_ns, found })
     }
 
     /// If the client of the first failed request is not known yet, calls `name` to write it. Must be called

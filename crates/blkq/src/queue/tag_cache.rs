@@ -28,14 +28,11 @@ impl TagCache {
     /// it shares. Fails with [`ErrorKind::Busy`] if too many queues share the set.
     pub fn new(queue: &HardwareQueue, depth: u16, capacity: u16) -> Result<TagCache, Error> {
         let too_many = || Error::new(ErrorKind::Busy, "too many queues share one tag set");
-        let shared = match &queue.tags {
-            Some(set) => {
-                let waiter = set.register(queue.kick.clone()).ok_or_else(too_many)?;
-                Some(SharedTags { hint: set.hint(), set: set.clone(), waiter, joined: false })
-            }
-            None => None,
-        };
-        let mut tags = TagCache { free: Vec::with_capacity(usize::from(capacity)), shared };
+        let mut tags = TagCache { free: Vec::with_capacity(usize::from(capacity)), shared: None };
+        if let Some(set) = &queue.tags {
+            let waiter = set.register(queue.kick.clone()).ok_or_else(too_many)?;
+            tags.shared = Some(SharedTags { hint: set.hint(), set: set.clone(), waiter, joined: false });
+        }
         tags.set_depth(depth);
         Ok(tags)
     }
