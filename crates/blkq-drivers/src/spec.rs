@@ -171,8 +171,7 @@ fn refuse_file_options(driver: &str, has_file: bool, options: &DriverOptions) ->
     }))
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

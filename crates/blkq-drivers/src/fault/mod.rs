@@ -139,6 +139,5 @@ impl Driver for Fault {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests;

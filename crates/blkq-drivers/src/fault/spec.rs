@@ -264,8 +264,7 @@ impl FromStr for FaultSpec {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

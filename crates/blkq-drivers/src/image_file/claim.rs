@@ -159,8 +159,7 @@ fn mount(line: &str) -> Option<Mount> {
     Some(Mount { device, point, source: unescape_octal(rest.split(' ').nth(1)?) })
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

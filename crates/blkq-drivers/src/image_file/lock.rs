@@ -166,8 +166,7 @@ fn fcntl(
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

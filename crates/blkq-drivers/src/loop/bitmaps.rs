@@ -350,8 +350,7 @@ fn fingerprint(shared: &Shared) -> Result<ImageFingerprint, Error> {
     ImageFingerprint::of(&state.file, state.size)
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
     use blkq::bitmap::BitmapState;

@@ -12,8 +12,7 @@ mod counters;
 mod options;
 mod queue;
 mod shared;
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 pub(super) mod tests;
 mod writer;
 

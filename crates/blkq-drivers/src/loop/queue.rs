@@ -318,7 +318,6 @@ impl LoopQueue {
 
     /// Fills in the arguments of the call that transfers `bytes` of the requests `tags`. Returns the only or last
     /// segment, the number of segments, and the registered buffer that contains all of them.
-    #[inline]
     fn gather(
         &mut self,
         cx: &DriverContext<'_>,
@@ -355,7 +354,6 @@ impl LoopQueue {
     }
 
     /// Completes the requests of a call for which the ring returned `result`, or submits the call again.
-    #[inline]
     fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) {
         match self.outcome(cx, tags, result) {
             Some(result) => self.complete(cx, tags, result),

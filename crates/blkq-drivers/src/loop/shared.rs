@@ -93,19 +93,16 @@ pub(super) struct QueueSettings {
 
 impl QueueSettings {
     /// Whether requests with this operation wait until no other is at the file.
-    #[inline]
     pub fn takes_turns(&self, operation: Operation) -> bool {
         self.turns == Turns::All || self.turns == Turns::Writes && operation.is_write()
     }
 
     /// Whether `request` extends into the tail.
-    #[inline]
     pub fn reaches_tail(&self, request: &Request) -> bool {
         request.offset() + request.bytes() > self.tail_begin
     }
 
     /// The number of bytes of `request` that are within the device.
-    #[inline]
     pub fn bytes(&self, request: &Request) -> u64 {
         request.bytes().min(self.size.saturating_sub(request.offset()))
     }

@@ -203,8 +203,7 @@ pub(super) fn timing(completion: ModelCompletion, capacity: u64) -> Option<Timin
     })
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

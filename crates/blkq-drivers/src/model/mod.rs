@@ -169,6 +169,5 @@ unsafe impl DriverQueue for ModelQueue {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests;

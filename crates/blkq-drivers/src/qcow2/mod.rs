@@ -18,8 +18,7 @@ mod jobs;
 mod journal;
 mod options;
 mod tables;
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests;
 
 use std::collections::HashSet;

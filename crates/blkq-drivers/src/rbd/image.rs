@@ -527,8 +527,7 @@ fn failed(result: c_int, what: String) -> Error {
     Error::system(what, io::Error::from_raw_os_error(-result))
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use proptest::prelude::*;
 

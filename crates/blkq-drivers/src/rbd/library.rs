@@ -211,8 +211,7 @@ fn last_error() -> String {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
     use blkq::ErrorKind;

@@ -256,6 +256,5 @@ impl Driver for Rbd {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests;

@@ -281,8 +281,7 @@ impl Drop for RbdQueue {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use proptest::prelude::*;
 

@@ -67,8 +67,7 @@ impl fmt::Display for RbdSpec {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use proptest::prelude::*;
 

@@ -331,8 +331,7 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(number)
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

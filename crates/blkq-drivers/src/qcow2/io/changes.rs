@@ -35,7 +35,6 @@ impl Changes {
 
     /// Records that `bytes` from `position` on may have changed. Must be called after the change was made and
     /// before its request completes.
-    #[inline]
     pub fn note(&self, position: u64, bytes: u64) {
         if bytes > 0
             && self.tracked.load(SeqCst)
@@ -70,8 +69,7 @@ pub fn next_changed(map: &Bitmap, mut at: u64) -> Option<Range<u64>> {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

@@ -126,8 +126,7 @@ fn work(todo: &Receiver<Job>, done: &Sender<Inflated>, wake: &dyn Wake) {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

@@ -280,8 +280,7 @@ pub fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     })
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
     use crate::qcow2::format::header::Header;

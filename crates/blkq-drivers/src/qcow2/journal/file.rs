@@ -458,8 +458,7 @@ fn record_at(half: usize, number: usize) -> usize {
     HEADER_WORDS + (half * RECORDS + number) * RECORD_WORDS
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

@@ -77,8 +77,7 @@ pub fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize),
     Ok((slot, (index % in_slice) as usize))
 }
 
-#[cfg(test)]
-#[cfg(not(model_check))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 
