@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use blkq::bitmap::BitmapState;
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
-use blkq_drivers::qcow2::{Qcow2, Qcow2Options};
+use blkq_drivers::qcow2::{DriverOptions, Qcow2};
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -203,7 +203,7 @@ impl Session {
         model: Model,
         dirty: Option<Vec<bool>>,
     ) -> Result<Session, blkq::Error> {
-        let device = Qcow2::open(&Qcow2Options { read_only, ..Qcow2Options::new(path) })?;
+        let device = Qcow2::open(&DriverOptions { read_only, ..DriverOptions::new(path) })?;
         let disk = Disk::builder(Box::new(device)).depth(IN_FLIGHT_MAX as u16).build()?;
         let (bitmaps, _) = disk.driver().require_bitmap_store()?.load()?;
         disk.load_bitmaps(bitmaps)?;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use blkq::{Bio, Disk, Driver, IoBuffer, LocalQueue, Sector};
 use blkq_drivers::r#loop::DirectIo;
-use blkq_drivers::qcow2::{Journals, Qcow2, Qcow2Options};
+use blkq_drivers::qcow2::{DriverOptions, Journals, Qcow2};
 
 const CLUSTER: usize = 4096;
 const CLUSTER_BITS: u32 = 12;
@@ -65,7 +65,7 @@ fn check_refcounts(image: &[u8]) {
 
 struct Place {
     image: File,
-    options: Qcow2Options,
+    options: DriverOptions,
     journals: PathBuf,
 }
 
@@ -78,7 +78,7 @@ thread_local! {
         let image = options.read(true).write(true).create(true).truncate(true).open(&path).expect("a file");
         let journals = directory.join("journals");
         let all = Some(Journals::open(&journals).expect("a directory"));
-        let options = Qcow2Options { direct_io: DirectIo::Off, journals: all, ..Qcow2Options::new(path) };
+        let options = DriverOptions { direct_io: DirectIo::Off, journals: all, ..DriverOptions::new(path) };
         Place { image, options, journals }
     });
 }

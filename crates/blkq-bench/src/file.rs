@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use blkq::random::Random;
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 
 use crate::interrupt::Undo;
 use crate::progress::Progress;
@@ -92,7 +92,7 @@ fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
         format!("{name} is not empty; --overwrite destroys its content, --file chooses another file")
     })?;
     // The loop driver takes the locks of blkq and QEMU, and detects kernel loop devices and mounts.
-    match LoopDevice::open(&LoopOptions { direct_io: DirectIo::Off, ..LoopOptions::new(path) }) {
+    match LoopDevice::open(&DriverOptions { direct_io: DirectIo::Off, ..DriverOptions::new(path) }) {
         Err(e) if matches!(e.kind(), blkq::ErrorKind::Busy | blkq::ErrorKind::Claimed) => {
             Err(format!("{e}; release the file there, or choose another file with --file").into())
         }
@@ -118,7 +118,7 @@ pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Resul
 
 /// Checks that the file system supports direct I/O: without it, the measurement would be one of memory.
 fn check_direct_io(path: &Path) -> Result {
-    match LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(path) }) {
+    match LoopDevice::open(&DriverOptions { direct_io: DirectIo::On, ..DriverOptions::new(path) }) {
         Ok(_) => Ok(()),
         Err(e) if e.kind() == blkq::ErrorKind::Busy => Err(e.into()),
         Err(_) => Err(format!(
@@ -181,7 +181,7 @@ mod tests {
         let directory = directory("attached");
         let path = directory.join("file");
         std::fs::write(&path, [7; 4096]).unwrap();
-        let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+        let device = LoopDevice::open(&DriverOptions::new(&path)).unwrap();
         assert!(failure(&path, true).contains("in use"));
         drop(device);
         assert_eq!(std::fs::read(&path).unwrap(), [7; 4096]);

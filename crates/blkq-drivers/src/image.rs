@@ -126,7 +126,6 @@ mod tests {
     use blkq::drivers::ram::Ram;
 
     use super::*;
-    use crate::r#loop::LoopOptions;
     use crate::{DriverOptions, DriverSpec, ImageFormat, open};
 
     fn kind<T>(result: Result<T, Error>) -> Option<ErrorKind> {
@@ -143,7 +142,7 @@ mod tests {
     #[test]
     fn a_raw_image_has_no_backing_file() {
         let path = image("raw");
-        let opened = Opened::from(LoopDevice::open(&LoopOptions::new(&path)).unwrap());
+        let opened = Opened::from(LoopDevice::open(&DriverOptions::new(&path)).unwrap());
         assert_eq!(kind(opened.image.unwrap().commit_source()), Some(ErrorKind::Unsupported));
         std::fs::remove_file(path).unwrap();
     }

@@ -10,10 +10,10 @@
 //!
 //! ```no_run
 //! use blkq::{Disk, Driver};
-//! use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
+//! use blkq_drivers::r#loop::{DriverOptions, LoopDevice};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let device = LoopDevice::open(&LoopOptions::new("disk.img"))?;
+//! let device = LoopDevice::open(&DriverOptions::new("disk.img"))?;
 //! device.warnings().iter().for_each(|warning| eprintln!("{warning}"));
 //! let mut queue = Disk::builder(Box::new(device)).build()?.open_queue(0)?;
 //! # Ok(())
@@ -24,7 +24,6 @@ mod bitmaps;
 mod errors;
 mod extents;
 pub mod fault;
-mod format;
 mod image;
 mod image_file;
 pub mod r#loop;
@@ -32,11 +31,8 @@ pub mod model;
 mod options;
 pub mod qcow2;
 pub mod rbd;
-mod size;
 mod spec;
 
-pub use format::ImageFormat;
 pub use image::{Image, Opened, no_backing_file, no_overlay};
-pub use options::DriverOptions;
-pub use size::LOGICAL_BLOCK_SIZES;
+pub use options::{DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES};
 pub use spec::{DriverSpec, check, check_writable, detect_format, open};

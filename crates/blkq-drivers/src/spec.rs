@@ -12,14 +12,14 @@ use blkq::{Error, ErrorKind};
 
 use crate::errors::invalid;
 use crate::fault::Fault;
-use crate::format::ImageFormat;
 use crate::image::{Image, Opened};
-use crate::image_file::{DirectIo, ImageFile, check_write_access};
-use crate::r#loop::{Dispatch, LoopDevice, LoopOptions};
-use crate::options::DriverOptions;
-use crate::qcow2::{Qcow2, Qcow2Options};
+use crate::image_file::{ImageFile, check_write_access};
+use crate::r#loop::LoopDevice;
+use crate::options::{
+    DirectIo, Dispatch, DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES, check_logical_block,
+};
+use crate::qcow2::Qcow2;
 use crate::rbd::{Rbd, RbdSpec};
-use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
 /// The driver and the image of a device, parsed from text such as `disk.img` or `ram:1G`.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -113,31 +113,14 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             refuse_file_options("rbd", false, options)?;
             Ok(Opened::without_image(Rbd::open(spec, options)?))
         }
-        DriverSpec::Image(path) if options.format == ImageFormat::Qcow2 => {
-            refuse_file_options("qcow2", true, options)?;
-            Ok(Opened::from(Qcow2::open(&Qcow2Options {
-                path: path.clone(),
-                logical_block_bytes: options.logical_block_bytes,
-                direct_io: options.direct_io,
-                read_only: options.read_only,
-                shared: options.shared,
-                backing_chain: options.backing_chain,
-                device_bytes: options.device_bytes,
-                journals: options.journals.clone(),
-            })?))
+        DriverSpec::Image(path) => {
+            let options = DriverOptions { path: path.clone(), ..options.clone() };
+            if options.format != ImageFormat::Qcow2 {
+                return Ok(LoopDevice::open(&options)?.into());
+            }
+            refuse_file_options("qcow2", true, &options)?;
+            Ok(Qcow2::open(&options)?.into())
         }
-        DriverSpec::Image(path) => Ok(Opened::from(LoopDevice::open(&LoopOptions {
-            path: path.clone(),
-            offset: options.offset,
-            size_limit: options.size_limit,
-            logical_block_bytes: options.logical_block_bytes,
-            partial_block: options.partial_block,
-            direct_io: options.direct_io,
-            dispatch: options.dispatch,
-            read_only: options.read_only,
-            shared: options.shared,
-            raw: options.format == ImageFormat::Raw,
-        })?)),
     }
 }
 

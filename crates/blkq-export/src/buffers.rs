@@ -154,14 +154,14 @@ impl BufferPool {
 #[cfg(test)]
 mod tests {
     use blkq::{Disk, LocalQueue};
-    use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
+    use blkq_drivers::r#loop::{DriverOptions, LoopDevice};
 
     use super::*;
 
     fn queue(name: &str) -> LocalQueue {
         let path = std::env::temp_dir().join(format!("blkq-{name}-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(4096).unwrap();
-        let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+        let device = LoopDevice::open(&DriverOptions::new(&path)).unwrap();
         std::fs::remove_file(path).unwrap();
         Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap()
     }

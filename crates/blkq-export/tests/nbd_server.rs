@@ -19,7 +19,7 @@ use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Status,
     Tag, Taken,
 };
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_export::Listen;
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, NbdServer};
@@ -516,7 +516,7 @@ fn cache_requests_read_only_if_there_is_a_page_cache() {
     let path = std::env::temp_dir().join(format!("blkq-nbd-cache-{}", std::process::id()));
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     let open = |direct_io| {
-        let options = LoopOptions { direct_io, shared: true, ..LoopOptions::new(&path) };
+        let options = DriverOptions { direct_io, shared: true, ..DriverOptions::new(&path) };
         Box::new(LoopDevice::open(&options).unwrap()) as Box<dyn Driver>
     };
     for (driver, reads) in [(ram(), 0), (open(DirectIo::On), 0), (open(DirectIo::Off), 1)] {

@@ -13,7 +13,7 @@ use blkq::random::Random;
 use blkq::testing::wait_until;
 use blkq::{Driver, SchedulerKind, Setting, StatGroup};
 use blkq_drivers::fault::{Fault, FaultSpec};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};
 use proptest::prelude::*;
@@ -46,11 +46,11 @@ impl Image {
     }
 
     fn driver(&self, sector: u32, direct_io: DirectIo) -> Box<dyn Driver> {
-        let options = LoopOptions {
+        let options = DriverOptions {
             logical_block_bytes: Some(sector),
             partial_block: true,
             direct_io,
-            ..LoopOptions::new(&self.0)
+            ..DriverOptions::new(&self.0)
         };
         Box::new(LoopDevice::open(&options).unwrap())
     }

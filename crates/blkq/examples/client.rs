@@ -3,11 +3,11 @@
 //! `cargo run -p blkq --example client -- disk.img`
 
 use blkq::{Bio, Disk, EngineThread, IoBuffer, Sector};
-use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DriverOptions, LoopDevice};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args().nth(1).ok_or("usage: client IMAGE")?;
-    let device = LoopDevice::open(&LoopOptions::new(path))?;
+    let device = LoopDevice::open(&DriverOptions::new(path))?;
     let disk = Disk::builder(Box::new(device)).depth(64).build()?;
 
     // A thread that owns a queue submits and polls without locks and without other threads.

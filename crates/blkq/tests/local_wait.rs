@@ -15,7 +15,7 @@ use blkq::{
     IoBuffer, OpenContext, QueueLimits, Sector, Setting, Source, SourceContext, Status, Tag, Taken, Wake,
 };
 use blkq_drivers::fault::Fault;
-use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 
 const IMAGE_BYTES: u64 = 1 << 20;
 
@@ -30,7 +30,7 @@ impl Image {
     }
 
     fn open(&self, direct_io: DirectIo, dispatch: Dispatch) -> LoopDevice {
-        LoopDevice::open(&LoopOptions { direct_io, dispatch, ..LoopOptions::new(&self.0) }).unwrap()
+        LoopDevice::open(&DriverOptions { direct_io, dispatch, ..DriverOptions::new(&self.0) }).unwrap()
     }
 }
 

@@ -3,7 +3,7 @@
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::{Driver, EngineThread};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 
 use super::*;
 
@@ -68,7 +68,7 @@ fn reads_return_the_last_write_on_a_file() {
     std::fs::File::create(&path).unwrap().set_len(32 << 20).unwrap();
     for direct_io in [DirectIo::Off, DirectIo::Auto] {
         std::fs::File::create(&path).unwrap().set_len(32 << 20).unwrap();
-        check(Box::new(LoopDevice::open(&LoopOptions { direct_io, ..LoopOptions::new(&path) }).unwrap()));
+        check(Box::new(LoopDevice::open(&DriverOptions { direct_io, ..DriverOptions::new(&path) }).unwrap()));
     }
     std::fs::remove_file(&path).unwrap();
 }

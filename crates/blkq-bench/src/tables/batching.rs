@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blkq::gate::{BATCH_REQUESTS, GateCounters};
 use blkq::{Disk, Driver};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_drivers::model::{ModelCompletion, SeekModel};
 
 use super::common::{driver_counter, model, notes, null};
@@ -156,7 +156,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
 fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let (path, _) = bench.file();
     let file = || -> Result<Devices> {
-        let options = LoopOptions { direct_io: DirectIo::On, shared: true, ..LoopOptions::new(&path) };
+        let options = DriverOptions { direct_io: DirectIo::On, shared: true, ..DriverOptions::new(&path) };
         Devices::new(true, || Ok(Box::new(LoopDevice::open(&options)?)))
     };
     let (read, write) = (Load::new("randread", WINDOW), Load::new("randwrite", WINDOW));

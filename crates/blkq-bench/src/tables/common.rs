@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Disk, Driver};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 
 use crate::Result;
@@ -27,7 +27,7 @@ pub fn model(bytes: u64, completion: ModelCompletion) -> Result<Box<dyn Driver>>
 
 /// A loop device that reads the file at `path` with direct I/O.
 pub fn direct_reader(path: &Path) -> Result<Box<dyn Driver>> {
-    let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(path) };
+    let options = DriverOptions { direct_io: DirectIo::On, read_only: true, ..DriverOptions::new(path) };
     Ok(Box::new(LoopDevice::open(&options)?))
 }
 

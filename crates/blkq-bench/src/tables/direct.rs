@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::{Disk, EngineThread};
-use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 
 use super::common::{cold_case, notes};
 use crate::bench::Bench;
@@ -54,7 +54,7 @@ struct Job {
 
 impl Job {
     fn run(&self, direct_io: DirectIo, dispatch: Dispatch, length: Duration) -> Result<Run> {
-        let options = LoopOptions { direct_io, dispatch, ..LoopOptions::new(&self.path) };
+        let options = DriverOptions { direct_io, dispatch, ..DriverOptions::new(&self.path) };
         let disk = Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?;
         let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
         let cache_bytes = (self.bytes / CACHE_SHARE / self.jobs) as usize;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blkq::Disk;
-use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 
 use super::common::{cold_case, driver_counter, notes};
 use crate::bench::Bench;
@@ -36,7 +36,7 @@ const PUBLISHED: [Row; 4] = [
 
 /// Runs `load` on a loop device of the file, and adds the counters of the driver.
 fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Duration) -> Result<Run> {
-    let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
+    let options = DriverOptions { direct_io: DirectIo::Off, dispatch, ..DriverOptions::new(path) };
     let disk = Disk::builder(Box::new(LoopDevice::open(&options)?)).merge(merge).build()?;
     let run = local::run(&disk, load, length)?;
     let counter =

@@ -235,7 +235,6 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         dispatch: options.dispatch,
         read_only: options.read_only,
         shared: options.shared,
-        device_bytes: None,
         // The kernel and virtual machines do not notice that another daemon continues, so they would not
         // repeat writes that only the old one had cached.
         write_through: ublk || options.exports.contains(&Export::VhostUserBlk),
@@ -248,9 +247,8 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         ceph_conf: options.ceph_conf.clone(),
         ceph_keyring: options.ceph_keyring.clone(),
         ceph_user: options.ceph_user.clone(),
-        predecessor: None,
-        journals: None,
         fault: options.fault.clone(),
+        ..DriverOptions::default()
     }
 }
 

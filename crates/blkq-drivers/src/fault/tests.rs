@@ -7,7 +7,7 @@ use blkq::testing::wait_until;
 use blkq::{BioFlags, Busy, Cqe, DriverContext, Operation, Status, Tag, Taken};
 
 use super::*;
-use crate::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
+use crate::r#loop::{Dispatch, DriverOptions, LoopDevice, LoopSetting};
 use crate::model::{Model, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::testing::harness::{CountWakes, Harness, filled, pattern};
@@ -137,7 +137,7 @@ fn settings_of_the_wrapped_driver_pass_through() {
     let serial = LoopSetting::Dispatch(Dispatch::Serial);
     let path = std::env::temp_dir().join(format!("blkq-fault-settings-{}", std::process::id()));
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
-    let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+    let image = LoopDevice::open(&DriverOptions::new(&path)).unwrap();
     std::fs::remove_file(&path).unwrap();
     let device = Fault::new(Arc::new(image), faults("error=EIO,op=read")).unwrap();
     assert_eq!(device.prepare_set(&serial).unwrap(), Change::Frozen);
@@ -157,7 +157,7 @@ fn settings_of_the_wrapped_driver_pass_through() {
 fn on_a_device_that_shrank_misdirected_writes_stay_inside() {
     let path = std::env::temp_dir().join(format!("blkq-fault-smaller-{}", std::process::id()));
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
-    let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+    let image = LoopDevice::open(&DriverOptions::new(&path)).unwrap();
     let device = Fault::new(Arc::new(image), "seed=1;misdirect,op=write".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     device.resize(Some(SIZE / 16)).unwrap();

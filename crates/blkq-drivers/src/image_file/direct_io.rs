@@ -2,41 +2,13 @@
 
 use std::path::Path;
 
-use blkq::{Error, ErrorKind, enumeration};
+use blkq::{Error, ErrorKind};
 
-use crate::errors::invalid;
+use crate::options::DirectIo;
 
 use super::probe::DirectAlign;
 
 pub(super) const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
-
-enumeration! {
-    /// Whether I/O bypasses the page cache.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-    #[non_exhaustive]
-    pub enum DirectIo {
-        /// Use direct I/O, or fail to open the image.
-        On => "on",
-        /// Use the page cache.
-        Off => "off",
-        /// Use direct I/O if the image supports it with the requested sector size.
-        #[default]
-        Auto => "auto",
-    }
-
-    /// The name that [`FromStr`](std::str::FromStr) parses.
-    pub const fn name(self) -> &'static str;
-}
-
-impl std::str::FromStr for DirectIo {
-    type Err = Error;
-    fn from_str(text: &str) -> Result<DirectIo, Error> {
-        DirectIo::ALL
-            .into_iter()
-            .find(|mode| mode.name() == text)
-            .ok_or_else(|| invalid(format!("direct-io is on, off or auto, not {text:?}")))
-    }
-}
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Mode {

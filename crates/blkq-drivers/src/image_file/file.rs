@@ -19,9 +19,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::extents::append;
-use crate::size::check_logical_block;
+use crate::options::{DirectIo, check_logical_block};
 
-use super::direct_io::{ClientTerms, DirectIo, LOGICAL_BLOCK_MAX_BYTES};
+use super::direct_io::{ClientTerms, LOGICAL_BLOCK_MAX_BYTES};
 use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{

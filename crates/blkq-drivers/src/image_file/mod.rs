@@ -12,7 +12,6 @@ pub(crate) mod lock;
 mod name;
 mod probe;
 
-pub use direct_io::DirectIo;
 pub(crate) use direct_io::{ClientTerms, Mode, choose_buffered, choose_mode};
 pub use file::link_elsewhere;
 pub(crate) use file::{ImageFile, OPERATIONS, RawImage, check_not_longer, check_write_access, sync};

@@ -16,9 +16,9 @@ use rustix::io::Errno;
 use crate::bitmaps::{BitmapFormat, Loaded};
 use crate::errors::{invalid, malformed, unsupported};
 use crate::image_file::lock::{self, LockKind};
+use crate::options::DriverOptions;
 
 use super::bitmap_format::{self as format, ImageFingerprint, MAGIC, SlotNumber, VERSION, Write};
-use super::options::LoopOptions;
 use super::shared::Shared;
 
 struct BitmapFile {
@@ -180,7 +180,7 @@ pub(super) struct FileBitmaps {
 
 impl FileBitmaps {
     /// Opens the bitmap file of an image. If it cannot be used, it is left unchanged, and a warning is returned.
-    pub fn open(shared: &Arc<Shared>, options: &LoopOptions) -> (FileBitmaps, Option<String>) {
+    pub fn open(shared: &Arc<Shared>, options: &DriverOptions) -> (FileBitmaps, Option<String>) {
         FileBitmaps::new(shared, options, || BitmapFile::open(shared.path(), options.read_only))
     }
 
@@ -188,7 +188,7 @@ impl FileBitmaps {
     /// If the file cannot be used, it is left unchanged, and a warning is returned.
     pub fn take(
         shared: &Arc<Shared>,
-        options: &LoopOptions,
+        options: &DriverOptions,
         file: Option<File>,
     ) -> Result<(FileBitmaps, Option<String>), Error> {
         let fingerprint = fingerprint(shared)?;
@@ -205,7 +205,7 @@ impl FileBitmaps {
 
     fn new(
         shared: &Arc<Shared>,
-        options: &LoopOptions,
+        options: &DriverOptions,
         open: impl FnOnce() -> Result<Option<BitmapFile>, Error>,
     ) -> (FileBitmaps, Option<String>) {
         let reasons = [

@@ -1,15 +1,13 @@
 //! The loop driver: serves a regular file or a block device as raw data, with direct I/O or through the page
 //! cache.
 //!
-//! - `options`: the options, and the part of the image that is served. The image itself is an `image_file`.
 //! - `queue`: the data path of one queue. `writer` is the token that admits one writing queue at a time, `counters` the
-//!   statistics, `shared` the state that the queues share.
+//!   statistics, `shared` the state that the queues share. The image itself is an `image_file`.
 //! - `bitmaps`: the persistent dirty bitmaps in a file beside the image, in the format of `bitmap_format`.
 
 mod bitmap_format;
 mod bitmaps;
 mod counters;
-mod options;
 mod queue;
 mod shared;
 #[cfg(all(test, not(model_check)))]
@@ -37,17 +35,36 @@ use crate::image_file::{
     choose_mode,
 };
 
-pub use crate::image_file::DirectIo;
+use crate::options::ImageFormat;
+pub use crate::options::{DirectIo, Dispatch, DriverOptions};
 use bitmaps::FileBitmaps;
 pub use bitmaps::is_bitmap_file;
-use options::Window;
-pub use options::{Dispatch, LoopOptions, LoopSetting};
 use queue::LoopQueue;
-use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
+use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State, Window};
 use writer::QUEUES_MAX;
 
 /// Each discard and write zeroes is one call of the file system, and an engine must not wait long for one.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
+
+/// A setting of the loop driver that can be changed while the device is in use
+/// ([`Disk::set_driver`](blkq::Disk::set_driver)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum LoopSetting {
+    /// Whether I/O bypasses the page cache ([`DriverOptions::direct_io`]).
+    DirectIo(DirectIo),
+    /// How requests are submitted to the file ([`DriverOptions::dispatch`]).
+    Dispatch(Dispatch),
+}
+
+impl DriverSetting for LoopSetting {
+    fn name(&self) -> &'static str {
+        match self {
+            LoopSetting::DirectIo(_) => "direct-io",
+            LoopSetting::Dispatch(_) => "dispatch",
+        }
+    }
+}
 
 /// A device backed by an image.
 pub struct LoopDevice {
@@ -66,7 +83,7 @@ impl LoopDevice {
     /// [`ErrorKind::Busy`] if another process has locked bytes of the range, [`ErrorKind::Claimed`] if the kernel
     /// uses them, [`ErrorKind::Format`] if the image is not raw: for these the caller adds a hint.
     /// [`ErrorKind::Invalid`] if the options do not fit the image, and the I/O errors of the image file.
-    pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
+    pub fn open(options: &DriverOptions) -> Result<LoopDevice, Error> {
         let image = ImageFile::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
         let logical_block_bytes =
@@ -104,7 +121,7 @@ impl LoopDevice {
         if !options.shared {
             image.check_unclaimed(&range, options.read_only)?;
         }
-        if let Some(format) = image.detect_format(file_size).filter(|_| !options.raw) {
+        if let Some(format) = image.detect_format(file_size).filter(|_| options.format != ImageFormat::Raw) {
             return Err(malformed(format!("{} is a {format} image, not raw data", image.path.display())));
         }
         let synced = image.reopen(false)?;
@@ -151,7 +168,11 @@ impl LoopDevice {
                 image.path.display()
             )));
         }
-        let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
+        let options = DriverOptions {
+            direct_io: terms.requested,
+            format: ImageFormat::Raw,
+            ..DriverOptions::new(&image.path)
+        };
         let window = Window { offset: 0, logical_block_bytes: block, partial: false };
         let shared = Shared::new(image, synced, window, &options, mode, size)?;
         // This succeeds, because the device has no queues yet.
@@ -435,7 +456,7 @@ impl Driver for LoopDevice {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
             return Err(unsupported(format!("{path} ends at byte {file_size} and cannot grow: {why}")));
         }
-        let LoopOptions { read_only, shared, .. } = state.options;
+        let DriverOptions { read_only, shared, .. } = state.options;
         state.file.lock(&(window.offset..end), LockKind::of(read_only, shared), shared)?;
         if end > file_size
             && let Err(e) = state.file.set_size(end)

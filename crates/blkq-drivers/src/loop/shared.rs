@@ -7,12 +7,14 @@ use std::sync::{Arc, OnceLock};
 use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::{Mutex, lock as locked};
+use blkq::text::shell_word;
 use blkq::{Error, Operation, Request, Wake};
 
+use crate::errors::invalid;
 use crate::image_file::{ImageFile, Mode};
+use crate::options::{Dispatch, DriverOptions, LOGICAL_BLOCK_SIZES};
 
 use super::counters::LoopCounters;
-use super::options::{Dispatch, LoopOptions, Window};
 use super::writer::{QUEUES_MAX, WriterToken};
 
 /// 2560 sectors, as in the kernel's loop driver.
@@ -32,6 +34,63 @@ pub(super) enum Turns {
     Writes,
     /// Every request: serial dispatch.
     All,
+}
+
+/// The part of an image that is served.
+pub(super) struct Window {
+    /// Offset of the device in the file, in bytes.
+    pub offset: u64,
+    pub logical_block_bytes: u32,
+    /// The device may end within a sector.
+    pub partial: bool,
+}
+
+impl Window {
+    /// The size of the device in the image at `path`, which has `file_size` bytes, and the number of bytes after it that
+    /// do not fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
+    pub fn capacity(&self, path: &Path, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
+        let (shown, offset, block) = (path.display(), self.offset, u64::from(self.logical_block_bytes));
+        let available = file_size.saturating_sub(offset);
+        Err(invalid(match limit {
+            _ if file_size == 0 => {
+                format!("{shown} is empty; give it a size with `truncate -s SIZE {}`", shell_word(path))
+            }
+            _ if available == 0 => format!(
+                "the offset {offset} is beyond the end of {shown} ({file_size} bytes); choose a smaller offset"
+            ),
+            Some(0) => "the size limit must be more than 0".to_owned(),
+            Some(limit) if !self.partial && !limit.is_multiple_of(block) => format!(
+                "the size {limit} is not a multiple of the sector size {block}; choose a multiple, such as {}",
+                (limit - limit % block).max(block)
+            ),
+            Some(limit) if limit > available => format!(
+                "{limit} bytes from offset {offset} reach beyond the end of {shown} ({file_size} bytes); \
+                 choose less, or extend the image"
+            ),
+            Some(limit) => return Ok((limit, 0)),
+            None if self.partial => return Ok((available, 0)),
+            None if available < block => {
+                let plural = if available == 1 { "" } else { "s" };
+                let has_smaller = block > u64::from(LOGICAL_BLOCK_SIZES[0]);
+                let smaller = if has_smaller { ", or use a smaller sector size" } else { "" };
+                format!(
+                    "{shown} has only {available} byte{plural} from offset {offset}, less than a sector of {block}; extend it{smaller}"
+                )
+            }
+            None => return Ok((available - available % block, available % block)),
+        }))
+    }
+
+    /// Opens the image again, through the page cache, for the last bytes of a device that may end within a sector.
+    pub fn open_tail(&self, image: &ImageFile, writable: bool) -> Result<Option<Arc<ImageFile>>, Error> {
+        if !self.partial {
+            return Ok(None);
+        }
+        let tail = image.reopen(writable)?;
+        // The kernel must cache only the page that the queues reserve for the page cache, and none that direct I/O uses.
+        tail.turn_off_read_ahead()?;
+        Ok(Some(Arc::new(tail)))
+    }
 }
 
 pub(super) struct Shared {
@@ -69,7 +128,7 @@ pub(super) struct State {
     /// Whether `file` is open for writing. It may be while the device is read-only.
     pub writable: bool,
     /// The options with the changes since the device was opened.
-    pub options: LoopOptions,
+    pub options: DriverOptions,
     pub mode: Mode,
     pub size: u64,
     /// The image, opened a second time without direct I/O, if the device may end within a sector.
@@ -129,7 +188,7 @@ impl Shared {
         image: ImageFile,
         synced: ImageFile,
         window: Window,
-        options: &LoopOptions,
+        options: &DriverOptions,
         mode: Mode,
         size: u64,
     ) -> Result<Arc<Shared>, Error> {

@@ -116,15 +116,15 @@ impl FullDisk {
     }
 }
 
-fn options(path: &Path, direct_io: DirectIo) -> LoopOptions {
-    LoopOptions { direct_io, ..LoopOptions::new(path) }
+fn options(path: &Path, direct_io: DirectIo) -> DriverOptions {
+    DriverOptions { direct_io, ..DriverOptions::new(path) }
 }
 
 fn open(path: &Path, direct_io: DirectIo) -> LoopDevice {
     LoopDevice::open(&options(path, direct_io)).unwrap()
 }
 
-fn refusal(options: &LoopOptions) -> String {
+fn refusal(options: &DriverOptions) -> String {
     let message = LoopDevice::open(options).err().expect("a refusal").to_string();
     assert!(!message.contains('\n'), "one line: {message}");
     message

@@ -12,10 +12,10 @@ use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
 use crate::errors::{malformed, unsupported};
 use crate::image_file::{ClientTerms, DirectAlign, ImageFile, LockKind, RawImage, WHOLE_FILE, name_now};
+use crate::options::{BackingChain, Journals};
 
 use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
-use super::journal::{self, Journals};
-use super::options::BackingChain;
+use super::journal;
 use super::tables::state::{Layer, Tables};
 
 /// Most backing files in a chain.

@@ -16,7 +16,6 @@ mod format;
 mod io;
 mod jobs;
 mod journal;
-mod options;
 mod tables;
 #[cfg(all(test, not(model_check)))]
 mod tests;
@@ -38,8 +37,10 @@ use crate::errors::{invalid, malformed, unsupported};
 use crate::extents::query_until_ns;
 pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
-    ClientTerms, DirectAlign, DirectIo, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
 };
+use crate::options::DirectIo;
+pub use crate::options::{BackingChain, DriverOptions, Journals};
 
 use bitmaps::store::Qcow2Bitmaps;
 use chain::LOCKED;
@@ -55,8 +56,6 @@ use io::reserve::free_reserved;
 pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::overlay::Base;
-pub use journal::Journals;
-pub use options::{BackingChain, Qcow2Options};
 use tables::cache::{CACHE_BYTES, Cache};
 use tables::state::{Layer, State, Writer};
 
@@ -110,7 +109,7 @@ impl Qcow2 {
     /// locked one of the files, [`blkq::ErrorKind::Claimed`] if the kernel uses the image,
     /// [`blkq::ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
     /// two have no hint, because the caller knows its own options.
-    pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
+    pub fn open(options: &DriverOptions) -> Result<Qcow2, Error> {
         if options.shared && !options.read_only {
             let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
             return Err(invalid(message));

@@ -24,8 +24,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errors::invalid;
 use crate::extents::{all_data, describe};
-use crate::options::DriverOptions;
-use crate::size::check_logical_block;
+use crate::options::{DriverOptions, check_logical_block};
 
 use image::{Facts, Image, Lock, client, reads_only};
 use library::Library;

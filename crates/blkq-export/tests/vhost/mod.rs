@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
 use blkq::{Disk, Driver, EngineThread, ErrorKind};
-use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_export::Listen;
 use blkq_export::vhost_user::{Event, RegistrationLimits, Report, VhostUserDevice, VhostUserOptions};
 use rustix::event::{EventfdFlags, eventfd};
@@ -41,7 +41,7 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
 
 /// Opens an image, once the kernel has completed the I/O of a killed process that had it open.
 pub fn open_image(path: &Path, direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
-    let options = LoopOptions { direct_io, logical_block_bytes: sector_size, ..LoopOptions::new(path) };
+    let options = DriverOptions { direct_io, logical_block_bytes: sector_size, ..DriverOptions::new(path) };
     let mut device = LoopDevice::open(&options);
     wait_until("no process has the image open", || {
         let is_busy = device.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);

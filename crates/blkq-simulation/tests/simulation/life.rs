@@ -14,7 +14,7 @@ use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
 use blkq::{ClockMode, Disk, Driver, SchedulerKind, SourceId};
 use blkq_drivers::fault::{Fault, FaultSpec};
-use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 use blkq_simulation as simulation;
 use blkq_simulation::{Defect, Faults, Panicked, take_injections};
@@ -49,7 +49,7 @@ pub struct Setup {
     /// Initial size of the image.
     sectors: u64,
     sectors_max: u64,
-    options: LoopOptions,
+    options: DriverOptions,
     depth: u16,
     scheduler: SchedulerKind,
     merge: bool,
@@ -63,7 +63,7 @@ impl Setup {
     fn new(image: PathBuf, chance: &mut Random) -> Setup {
         let sectors = [64, 256, 1024][chance.below(3) as usize];
         let direct = chance.one_in(2);
-        let mut options = LoopOptions::new(image);
+        let mut options = DriverOptions::new(image);
         options.direct_io = if direct { DirectIo::On } else { DirectIo::Off };
         options.dispatch = if chance.one_in(4) { Dispatch::Serial } else { Dispatch::Concurrent };
         options.logical_block_bytes = Some([512, 512, 4096][chance.below(3) as usize]);

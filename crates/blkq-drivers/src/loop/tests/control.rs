@@ -70,7 +70,7 @@ fn an_image_opened_read_only_with_bitmaps_stays_read_only() {
         device.bitmaps.set_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
         device.bitmaps.store(&bitmaps).unwrap();
         drop(device);
-        let read_only = LoopOptions { read_only: true, ..options(&path, DirectIo::Off) };
+        let read_only = DriverOptions { read_only: true, ..options(&path, DirectIo::Off) };
         let device = LoopDevice::open(&read_only).unwrap();
         assert_eq!(device.bitmaps.load().unwrap().0.len(), bitmaps.len());
         assert_eq!(device.set_read_only(false).is_err(), !bitmaps.is_empty());
@@ -133,7 +133,7 @@ fn read_only_is_switched_on_and_off_from_either_start() {
     for read_only in [false, true] {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let given = LoopOptions { read_only, ..options(&path, DirectIo::On) };
+        let given = DriverOptions { read_only, ..options(&path, DirectIo::On) };
         let device = LoopDevice::open(&given).unwrap();
         let mut h = Harness::open(&device).unwrap();
         for (on, result) in [(true, Err(Status::ReadOnly)), (false, Ok(())), (true, Err(Status::ReadOnly))] {
@@ -144,10 +144,11 @@ fn read_only_is_switched_on_and_off_from_either_start() {
             let write = h.write(0, vec![filled(512, 1)]);
             assert_eq!(h.run(write).0, result);
             // The lock follows the setting: another reader is admitted only while the device is read-only.
-            let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) });
+            let reader = LoopDevice::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) });
             assert_eq!(reader.is_ok(), on);
         }
-        let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
+        let reader =
+            LoopDevice::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) }).unwrap();
         assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Busy);
         drop(reader);
         device.set_read_only(false).unwrap();
@@ -158,7 +159,7 @@ fn read_only_is_switched_on_and_off_from_either_start() {
 fn the_size_follows_the_file_or_the_file_the_size() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let device = LoopDevice::open(&LoopOptions { offset: 4096, ..options(&path, DirectIo::Off) }).unwrap();
+    let device = LoopDevice::open(&DriverOptions { offset: 4096, ..options(&path, DirectIo::Off) }).unwrap();
     let capacity = || device.limits().capacity_bytes;
     let set_len = |bytes| OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
     assert_eq!(capacity(), MIB - 4096);
@@ -168,7 +169,7 @@ fn the_size_follows_the_file_or_the_file_the_size() {
     device.resize(Some(65536)).unwrap();
     assert_eq!((capacity(), std::fs::metadata(&path).unwrap().len()), (65536, 2 * MIB + 100));
     // Bytes that are no longer served are no longer locked.
-    let tail = LoopOptions { offset: 4096 + 65536, size_limit: Some(512), ..LoopOptions::new(&path) };
+    let tail = DriverOptions { offset: 4096 + 65536, size_limit: Some(512), ..DriverOptions::new(&path) };
     let other = LoopDevice::open(&tail).unwrap();
     assert_eq!(device.resize(Some(MIB)).unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(capacity(), 65536);
@@ -194,7 +195,7 @@ fn the_size_follows_the_file_or_the_file_the_size() {
 fn a_size_limit_stays_one_when_the_file_grows_or_shrinks() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let limited = LoopOptions { offset: 4096, size_limit: Some(65536), ..options(&path, DirectIo::Off) };
+    let limited = DriverOptions { offset: 4096, size_limit: Some(65536), ..options(&path, DirectIo::Off) };
     let device = LoopDevice::open(&limited).unwrap();
     let capacity = || device.limits().capacity_bytes;
     let set_len = |bytes| OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
@@ -213,7 +214,7 @@ fn a_size_limit_stays_one_when_the_file_grows_or_shrinks() {
 fn extents_distinguish_data_from_holes() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let device = LoopDevice::open(&LoopOptions { offset: 65536, ..options(&path, DirectIo::Off) }).unwrap();
+    let device = LoopDevice::open(&DriverOptions { offset: 65536, ..options(&path, DirectIo::Off) }).unwrap();
     let mut h = Harness::open(&device).unwrap();
     for place in [131072, 262144] {
         let write = h.write(place, vec![filled(65536, 1)]);
@@ -241,7 +242,7 @@ fn a_truncated_image_has_no_hole_beyond_its_end() {
     for (offset, direct_io) in [(0, DirectIo::On), (0, DirectIo::Off), (65536, DirectIo::Off)] {
         let directory = Directory::new();
         let path = directory.image(MIB + offset);
-        let device = LoopDevice::open(&LoopOptions { offset, ..options(&path, direct_io) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { offset, ..options(&path, direct_io) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         let write = h.write(0, vec![filled(65536, 1)]);
         assert_eq!(h.run(write).0, Ok(()));
@@ -271,15 +272,15 @@ fn a_switch_to_writing_that_fails_leaves_a_readers_lock() {
     for opened_read_only in [false, true] {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let reader = |offset| LoopOptions { offset, read_only: true, ..options(&path, DirectIo::Off) };
-        let device = LoopDevice::open(&LoopOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
+        let reader = |offset| DriverOptions { offset, read_only: true, ..options(&path, DirectIo::Off) };
+        let device = LoopDevice::open(&DriverOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
         device.set_read_only(true).unwrap();
         // This reader conflicts only in the second half of the range.
         let other = LoopDevice::open(&reader(MIB / 2)).unwrap();
         assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Busy);
         assert!(device.limits().read_only);
         let whole = LoopDevice::open(&reader(0)).unwrap();
-        refusal(&LoopOptions { read_only: false, ..reader(0) });
+        refusal(&DriverOptions { read_only: false, ..reader(0) });
         drop((other, whole));
         device.set_read_only(false).unwrap();
         refusal(&reader(0));
@@ -384,10 +385,10 @@ fn the_sector_size_follows_the_block_of_a_block_device() {
     assert_eq!(device.limits().logical_block_bytes, 4096);
     assert!(fact(&device, "direct-io").starts_with("on"));
     drop(device);
-    let small = LoopOptions { logical_block_bytes: Some(512), ..options(&block.node, DirectIo::On) };
+    let small = DriverOptions { logical_block_bytes: Some(512), ..options(&block.node, DirectIo::On) };
     let needed = ErrorKind::DirectIoSector { needed_bytes: 4096, sector_bytes: 512 };
     assert_eq!(LoopDevice::open(&small).err().map(|error| error.kind()), Some(needed));
-    let small = LoopOptions { direct_io: DirectIo::Auto, ..small };
+    let small = DriverOptions { direct_io: DirectIo::Auto, ..small };
     let device = LoopDevice::open(&small).unwrap();
     let limits = device.limits();
     assert_eq!((limits.logical_block_bytes, limits.max_write_zeroes_bytes), (512, 0));

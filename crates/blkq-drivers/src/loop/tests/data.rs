@@ -20,7 +20,7 @@ fn written_data_is_in_the_file_and_read_back_in_every_mode() {
         let directory = Directory::new();
         let path = directory.image(4 * MIB);
         let offset = 8192;
-        let device = LoopDevice::open(&LoopOptions {
+        let device = LoopDevice::open(&DriverOptions {
             offset,
             size_limit: Some(2 * MIB),
             dispatch,
@@ -113,7 +113,7 @@ fn more_segments_than_fit_into_a_call_take_several_calls() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { dispatch, ..options(&path, direct_io) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         let parts: Vec<_> = (0..150).map(|i| pattern(512, i)).collect();
         let want: Vec<u8> = parts.iter().flat_map(|p| p.to_vec()).collect();
@@ -261,7 +261,7 @@ fn write_zeroes_past_the_end_of_a_truncated_file_is_an_error() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { dispatch, ..options(&path, direct_io) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         OpenOptions::new().write(true).open(&path).unwrap().set_len(65536 + 512).unwrap();
         for flags in [PLAIN, BioFlags::NO_UNMAP] {
@@ -431,7 +431,7 @@ fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { dispatch, ..options(&path, direct_io) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         let reads: Vec<Tag> = (0..16).map(|i| h.read(i * 8192, &[4096])).collect();
         h.start(&reads);
@@ -448,7 +448,7 @@ fn serial_dispatch_has_one_call_of_any_kind_in_flight() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(4 * MIB);
-        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { dispatch, ..options(&path, direct_io) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         let tags: Vec<Tag> = (0..48)
             .map(|i| match i % 4 {
@@ -537,7 +537,7 @@ fn writes_to_the_same_place_are_done_in_order() {
     for dispatch in [Dispatch::Concurrent, Dispatch::Serial] {
         let directory = Directory::new();
         let path = directory.image(MIB);
-        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, DirectIo::Off) }).unwrap();
+        let device = LoopDevice::open(&DriverOptions { dispatch, ..options(&path, DirectIo::Off) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
         // Successive writes do not overlap, so that several are in flight together, but each overlaps some
         // earlier ones.
@@ -560,7 +560,8 @@ fn writes_to_the_same_place_are_done_in_order() {
 fn writes_to_a_read_only_device_are_refused() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let device = LoopDevice::open(&LoopOptions { read_only: true, ..options(&path, DirectIo::Off) }).unwrap();
+    let device =
+        LoopDevice::open(&DriverOptions { read_only: true, ..options(&path, DirectIo::Off) }).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tags = [
         h.write(0, vec![filled(512, 1)]),
@@ -580,7 +581,7 @@ fn the_state_of_a_hanging_request_has_its_progress() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device =
-        LoopDevice::open(&LoopOptions { dispatch: Dispatch::Serial, ..LoopOptions::new(&path) }).unwrap();
+        LoopDevice::open(&DriverOptions { dispatch: Dispatch::Serial, ..DriverOptions::new(&path) }).unwrap();
     let mut harness = Harness::open(&device).unwrap();
     let (first, second) = (harness.read(0, &[8192]), harness.read(65536, &[4096]));
     // The entries reach the kernel only when the ring turns, which happens in `wait`.

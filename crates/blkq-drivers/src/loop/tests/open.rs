@@ -31,31 +31,31 @@ fn files_for_syncs_are_opened_when_a_disk_is_built() {
 fn each_error_has_the_reason_and_a_hint() {
     let directory = Directory::new();
     let path = directory.image(10_000);
-    let given = LoopOptions::new(&path);
-    let cases: [(LoopOptions, &str); 10] = [
+    let given = DriverOptions::new(&path);
+    let cases: [(DriverOptions, &str); 10] = [
         (
-            LoopOptions { offset: 100, ..given.clone() },
+            DriverOptions { offset: 100, ..given.clone() },
             "the offset 100 is not a multiple of the sector size 512",
         ),
-        (LoopOptions { offset: 10_240, ..given.clone() }, "the offset 10240 is beyond the end of"),
-        (LoopOptions { size_limit: Some(1000), ..given.clone() }, "the size 1000 is not a multiple"),
-        (LoopOptions { size_limit: Some(0), ..given.clone() }, "the size limit must be more than 0"),
-        (LoopOptions { size_limit: Some(10_240), ..given.clone() }, "beyond the end of"),
+        (DriverOptions { offset: 10_240, ..given.clone() }, "the offset 10240 is beyond the end of"),
+        (DriverOptions { size_limit: Some(1000), ..given.clone() }, "the size 1000 is not a multiple"),
+        (DriverOptions { size_limit: Some(0), ..given.clone() }, "the size limit must be more than 0"),
+        (DriverOptions { size_limit: Some(10_240), ..given.clone() }, "beyond the end of"),
         (
-            LoopOptions { offset: 512, size_limit: Some(9728), ..given.clone() },
+            DriverOptions { offset: 512, size_limit: Some(9728), ..given.clone() },
             "choose less, or extend the image",
         ),
-        (LoopOptions { offset: 1 << 63, ..given.clone() }, "is beyond the end of"),
+        (DriverOptions { offset: 1 << 63, ..given.clone() }, "is beyond the end of"),
         (
-            LoopOptions { logical_block_bytes: Some(1234), ..given.clone() },
+            DriverOptions { logical_block_bytes: Some(1234), ..given.clone() },
             "the sector size must be 512, 1024, 2048 or 4096, not 1234",
         ),
         (
-            LoopOptions { logical_block_bytes: Some(4096), offset: 8192, ..given.clone() },
+            DriverOptions { logical_block_bytes: Some(4096), offset: 8192, ..given.clone() },
             "less than a sector of 4096",
         ),
         (
-            LoopOptions { logical_block_bytes: Some(4096), offset: 512, ..given.clone() },
+            DriverOptions { logical_block_bytes: Some(4096), offset: 512, ..given.clone() },
             "not a multiple of the sector size 4096",
         ),
     ];
@@ -90,7 +90,7 @@ fn files_that_are_no_images_are_rejected_without_hanging() {
     ];
     for (path, reason, kind) in cases {
         for read_only in [false, true] {
-            let options = LoopOptions { read_only, ..LoopOptions::new(path) };
+            let options = DriverOptions { read_only, ..DriverOptions::new(path) };
             let message = refusal(&options);
             assert!(message.contains(reason), "{message:?} lacks {reason:?}");
             assert_eq!(LoopDevice::open(&options).err().unwrap().kind(), kind);
@@ -103,13 +103,13 @@ fn an_image_that_cannot_be_written_fails_with_a_hint() {
     let directory = Directory::tmpfs("size=1m");
     let path = directory.image(65536);
     run("mount", &["-o", "remount,ro", directory.path.to_str().unwrap()]);
-    let message = refusal(&LoopOptions::new(&path));
+    let message = refusal(&DriverOptions::new(&path));
     assert!(
         message.contains("for writing: ")
             && message.ends_with("; grant write permission, or open it read-only"),
         "{message}"
     );
-    let device = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
+    let device = LoopDevice::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) }).unwrap();
     assert!(device.limits().read_only && !device.limits().write_cache);
     let message = device.set_read_only(false).unwrap_err().to_string();
     assert!(message.contains("for writing"), "{message}");
@@ -129,9 +129,9 @@ fn an_image_whose_writes_would_fail_is_opened_for_reading_only() {
     let huge = Directory::mount(&["-t", "hugetlbfs", "-o", "size=2M", "blkq-test"]);
     let page = huge.image(2 * MIB);
     for node in [Path::new(&read_only.0), Path::new(&set_so.0), &page] {
-        let message = refusal(&LoopOptions::new(node));
+        let message = refusal(&DriverOptions::new(node));
         assert!(message.contains("for writing: ") && message.ends_with("; open it read-only"), "{message}");
-        let options = LoopOptions { read_only: true, ..LoopOptions::new(node) };
+        let options = DriverOptions { read_only: true, ..DriverOptions::new(node) };
         let device = LoopDevice::open(&options).unwrap();
         assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Denied);
     }
@@ -146,15 +146,15 @@ fn a_file_that_the_kernel_swaps_to_is_refused() {
     run("chmod", &["600", path.to_str().unwrap()]);
     run("mkswap", &[path.to_str().unwrap()]);
     run("swapon", &[path.to_str().unwrap()]);
-    let options = LoopOptions { read_only: true, ..LoopOptions::new(&path) };
-    let refused = [&LoopOptions::new(&path), &options].map(|options| LoopDevice::open(options).err());
+    let options = DriverOptions { read_only: true, ..DriverOptions::new(&path) };
+    let refused = [&DriverOptions::new(&path), &options].map(|options| LoopDevice::open(options).err());
     run("swapoff", &[path.to_str().unwrap()]);
     for error in refused {
         let error = error.unwrap();
         assert_eq!(error.kind(), ErrorKind::Claimed, "{error}");
         assert!(error.to_string().ends_with("it is swap space"), "{error}");
     }
-    LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+    LoopDevice::open(&DriverOptions::new(&path)).unwrap();
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn an_image_without_permission_fails_with_a_hint() {
     let refused = std::thread::spawn(move || {
         // SAFETY: the system call changes the credentials of this thread only.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
-        [true, false].map(|read_only| refusal(&LoopOptions { read_only, ..LoopOptions::new(&path) }))
+        [true, false].map(|read_only| refusal(&DriverOptions { read_only, ..DriverOptions::new(&path) }))
     });
     let [reading, writing] = refused.join().unwrap();
     assert!(reading.contains("; grant read permission, or open it as its owner"), "{reading}");
@@ -182,7 +182,7 @@ fn a_partial_last_sector_is_not_served_and_a_warning_names_it() {
     assert_eq!(device.limits().capacity_bytes, 9728);
     assert!(device.warnings().iter().any(|w| w.contains("the last 272 bytes of")), "{:?}", device.warnings());
     drop(device);
-    let whole = LoopOptions {
+    let whole = DriverOptions {
         logical_block_bytes: Some(4096),
         size_limit: Some(8192),
         ..options(&path, DirectIo::Off)
@@ -292,12 +292,12 @@ fn files_without_extents_have_no_direct_io() {
 fn overlapping_attaches_are_refused_unless_shared() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let window = |offset, size, read_only, shared| LoopOptions {
+    let window = |offset, size, read_only, shared| DriverOptions {
         offset,
         size_limit: Some(size),
         read_only,
         shared,
-        ..LoopOptions::new(&path)
+        ..DriverOptions::new(&path)
     };
     let half = MIB / 2;
     let writer = LoopDevice::open(&window(0, half, false, false)).unwrap();
@@ -336,11 +336,11 @@ impl Drop for KernelLoop {
     }
 }
 
-fn is_claimed(options: &LoopOptions, reason: &str) {
+fn is_claimed(options: &DriverOptions, reason: &str) {
     let message = refusal(options);
     assert!(message.contains(reason), "{message:?} lacks {reason:?}");
     assert_eq!(LoopDevice::open(options).err().unwrap().kind(), ErrorKind::Claimed);
-    LoopDevice::open(&LoopOptions { shared: true, ..options.clone() }).unwrap();
+    LoopDevice::open(&DriverOptions { shared: true, ..options.clone() }).unwrap();
 }
 
 // Contract: exclusive
@@ -349,28 +349,28 @@ fn bytes_used_by_a_kernel_loop_device_are_refused_unless_shared() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let shown = path.to_str().unwrap();
-    let given = LoopOptions::new(&path);
+    let given = DriverOptions::new(&path);
     let kernel = KernelLoop::set_up(&["--offset", "65536", "--sizelimit", "65536", shown]);
     let reason = format!("the kernel's loop device {} uses it", kernel.0);
     is_claimed(&given, &reason);
-    is_claimed(&LoopOptions { read_only: true, ..given.clone() }, &reason);
-    is_claimed(&LoopOptions { offset: 131_072 - 512, ..given.clone() }, &reason);
+    is_claimed(&DriverOptions { read_only: true, ..given.clone() }, &reason);
+    is_claimed(&DriverOptions { offset: 131_072 - 512, ..given.clone() }, &reason);
     for (offset, size_limit) in [(0, Some(65536)), (131_072, None)] {
-        LoopDevice::open(&LoopOptions { offset, size_limit, ..given.clone() }).unwrap();
+        LoopDevice::open(&DriverOptions { offset, size_limit, ..given.clone() }).unwrap();
     }
     // The conflict is found under other names, too: a symbolic link, a hard link, and after the first name is removed.
     let (hard, link) = (directory.file("hard"), directory.file("link"));
     std::fs::hard_link(&path, &hard).unwrap();
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    is_claimed(&LoopOptions::new(&hard), &reason);
-    is_claimed(&LoopOptions::new(&link), &reason);
+    is_claimed(&DriverOptions::new(&hard), &reason);
+    is_claimed(&DriverOptions::new(&link), &reason);
     std::fs::remove_file(&path).unwrap();
-    is_claimed(&LoopOptions::new(&hard), &reason);
+    is_claimed(&DriverOptions::new(&hard), &reason);
     std::fs::rename(&hard, &path).unwrap();
     drop(kernel);
     // A reader may use the bytes together with a read-only loop device.
     let _kernel = KernelLoop::set_up(&["--read-only", shown]);
-    LoopDevice::open(&LoopOptions { read_only: true, ..given.clone() }).unwrap();
+    LoopDevice::open(&DriverOptions { read_only: true, ..given.clone() }).unwrap();
     is_claimed(&given, "the kernel's loop device ");
 }
 
@@ -381,7 +381,7 @@ fn a_mounted_or_claimed_block_device_is_refused_unless_shared() {
     let path = directory.image(16 * MIB);
     run("mkfs.ext4", &["-q", "-F", path.to_str().unwrap()]);
     let device = KernelLoop::set_up(&[path.to_str().unwrap()]);
-    let given = LoopOptions::new(&device.0);
+    let given = DriverOptions::new(&device.0);
     LoopDevice::open(&given).unwrap();
     let point = directory.file("mounted here");
     std::fs::create_dir(&point).unwrap();
@@ -389,7 +389,7 @@ fn a_mounted_or_claimed_block_device_is_refused_unless_shared() {
     for options in ["rw", "ro"] {
         run("mount", &["-o", options, &device.0, point]);
         is_claimed(&given, &format!("is in use: it is mounted on {point}"));
-        is_claimed(&LoopOptions { read_only: true, ..given.clone() }, "is in use: it is mounted on");
+        is_claimed(&DriverOptions { read_only: true, ..given.clone() }, "is in use: it is mounted on");
         unmount(Path::new(point));
     }
     let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&device.0).unwrap();
@@ -407,13 +407,13 @@ fn another_format_is_rejected_unless_raw_is_set() {
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.write_all_at(magic, at).unwrap();
         for direct_io in [DirectIo::On, DirectIo::Off] {
-            let given = LoopOptions { direct_io, ..LoopOptions::new(&path) };
+            let given = DriverOptions { direct_io, ..DriverOptions::new(&path) };
             assert!(refusal(&given).ends_with(&format!("is a {format} image, not raw data")));
             assert_eq!(LoopDevice::open(&given).err().unwrap().kind(), ErrorKind::Format);
             // A window of the image is rejected as well.
-            refusal(&LoopOptions { offset: 4096, size_limit: Some(4096), ..given.clone() });
-            refusal(&LoopOptions { read_only: true, ..given.clone() });
-            LoopDevice::open(&LoopOptions { raw: true, ..given }).unwrap();
+            refusal(&DriverOptions { offset: 4096, size_limit: Some(4096), ..given.clone() });
+            refusal(&DriverOptions { read_only: true, ..given.clone() });
+            LoopDevice::open(&DriverOptions { format: ImageFormat::Raw, ..given }).unwrap();
         }
         file.write_all_at(&[0; 8], at).unwrap();
     }

@@ -6,8 +6,8 @@ use blkq::{Bio, BioFlags, Data, Disk, IoBuffer, Operation, Sector, Segment, Segm
 
 use super::*;
 
-fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> LoopOptions {
-    LoopOptions { partial_block: true, logical_block_bytes: Some(sector), ..options(path, direct_io) }
+fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> DriverOptions {
+    DriverOptions { partial_block: true, logical_block_bytes: Some(sector), ..options(path, direct_io) }
 }
 
 /// Copies `data` into two segments of memory, or one if it is short. Each has at least `sector` bytes.
@@ -96,7 +96,8 @@ fn a_window_up_to_the_middle_of_a_sector_hides_the_rest() {
         let path = directory.file("image");
         let content = pattern(20_000, 1).to_vec();
         std::fs::write(&path, &content).unwrap();
-        let options = LoopOptions { offset: 512, size_limit: Some(10_000), ..partial(&path, direct_io, 512) };
+        let options =
+            DriverOptions { offset: 512, size_limit: Some(10_000), ..partial(&path, direct_io, 512) };
         let device = LoopDevice::open(&options).unwrap();
         let mut h = Harness::open(&device).unwrap();
         let mut wanted = content[512..10_512].to_vec();

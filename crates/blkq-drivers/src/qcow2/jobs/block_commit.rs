@@ -40,13 +40,13 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use crate::errors::{invalid, unsupported};
 use crate::image_file::lock::{self, LockKind};
 use crate::image_file::{self, ImageFile};
+use crate::options::Journals;
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{BackingFile, LOCKED};
 use crate::qcow2::io::blocking_reader::BlockingReader;
 use crate::qcow2::io::changes::{map_for, next_changed};
 use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
 use crate::qcow2::io::operations::Op;
-use crate::qcow2::journal::Journals;
 use crate::qcow2::tables::refcounts::set_refcount;
 use crate::qcow2::tables::state::Found;
 

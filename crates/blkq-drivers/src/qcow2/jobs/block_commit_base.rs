@@ -11,12 +11,11 @@ use blkq::{Driver, Error, IoBuffer};
 use crate::errors::unsupported;
 use crate::image_file::{ImageFile, LockKind};
 use crate::r#loop::LoopDevice;
+use crate::options::{BackingChain, Journals};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, read_header};
 use crate::qcow2::io::blocking::write_data;
 use crate::qcow2::io::zero::{Wanted, clear};
-use crate::qcow2::journal::Journals;
-use crate::qcow2::options::BackingChain;
 
 /// The files of the base, opened by a process that has the permission.
 #[derive(Debug)]

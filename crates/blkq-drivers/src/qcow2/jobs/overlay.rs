@@ -14,13 +14,13 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
 use crate::errors::{invalid, malformed, unsupported};
-use crate::format::ImageFormat;
 use crate::image_file::{ImageFile, LockKind, check_not_longer};
+use crate::options::{ImageFormat, Journals};
 use crate::qcow2::chain::{self, LOCKED, OverlayBase, check_is_no_link};
 use crate::qcow2::format::header::{
     EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES,
 };
-use crate::qcow2::journal::{self, Journals};
+use crate::qcow2::journal;
 use crate::qcow2::tables::state::Layer;
 use crate::qcow2::{Qcow2, check_repaired, choose_file_mode, open_writer, slice_bytes};
 

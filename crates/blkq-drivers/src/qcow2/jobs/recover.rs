@@ -9,11 +9,12 @@ use blkq::text::shell_word;
 use blkq::{Error, ErrorKind, Status};
 
 use crate::errors::{malformed, unsupported};
+use crate::options::Journals;
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::allocate::{self, until_ready};
 use crate::qcow2::io::env::Env;
 use crate::qcow2::journal::leaks::Leaks;
-use crate::qcow2::journal::{self, Journal, Journals, Left, Record};
+use crate::qcow2::journal::{self, Journal, Left, Record};
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::refcounts::set_refcounts_in_slice;
 use crate::qcow2::tables::state::{NotReady, State};

@@ -11,11 +11,10 @@
 //! The image's header has the tag of its journal in autoclear features, which QEMU clears when it opens the
 //! image for writing. So a journal is not applied after another program has written to the image.
 
-use std::fs::{DirBuilder, File, Permissions};
+use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
@@ -27,6 +26,7 @@ use rustix::mm::ProtFlags;
 
 use crate::errors::{invalid, unsupported};
 use crate::image_file::ImageFile;
+use crate::options::Journals;
 use crate::qcow2::format::entry::SLICE_MAX_BYTES;
 
 /// The bytes `blkqjnl` and the version of the format.
@@ -61,44 +61,6 @@ const OVERLAY_AT: usize = 10;
 const NEXT_TAG_AT: usize = 12;
 /// When the image's file was created, or 0 if unknown.
 const BIRTH_AT: usize = 13;
-
-/// The directory with the journals of images.
-#[derive(Debug)]
-pub struct Journals {
-    directory: PathBuf,
-    /// A journal of an earlier boot is void, because the machine was restarted.
-    boot: (u64, u64),
-    /// The user ID that must own the journals.
-    user: u32,
-}
-
-impl Journals {
-    /// Opens the directory, and creates it if it does not exist. It should be on tmpfs.
-    ///
-    /// # Errors
-    /// The system's error if it cannot be created or the kernel's `boot_id` cannot be read.
-    pub fn open(directory: &Path) -> Result<Arc<Journals>, Error> {
-        let failed = |e| Error::system(format!("cannot create the directory {}", directory.display()), e);
-        match DirBuilder::new().mode(0o700).create(directory) {
-            // `create` applies the umask of the process, which may remove permissions.
-            Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && directory.is_dir() => {}
-            Err(e) => return Err(failed(e)),
-        }
-        let path = "/proc/sys/kernel/random/boot_id";
-        let text =
-            std::fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
-        let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
-            .map_err(|_| Error::new(ErrorKind::System, format!("{path} does not contain a UUID")))?;
-        let user = rustix::process::geteuid().as_raw();
-        Ok(Arc::new(Journals { directory: directory.to_owned(), boot: ((id >> 64) as u64, id as u64), user }))
-    }
-
-    /// The path of the directory.
-    pub fn directory(&self) -> &Path {
-        &self.directory
-    }
-}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Record {

@@ -4,7 +4,6 @@
 mod file;
 pub(super) mod leaks;
 
-pub use file::Journals;
 pub(super) use file::{
     CHANGES_MAX, CLUSTERS_MAX, Journal, Left, Record, check_base, find, find_ignored, lacking,
 };

@@ -12,7 +12,7 @@ use super::super::jobs::block_commit_base::{BaseFiles, open_base};
 use super::*;
 use crate::Opened;
 use crate::r#loop::tests::FullDisk;
-use crate::r#loop::{LoopDevice, LoopOptions};
+use crate::r#loop::{DriverOptions, LoopDevice};
 
 const SECTOR: usize = 512;
 const PLAIN: BioFlags = BioFlags::empty();
@@ -233,10 +233,10 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     directory.qemu_img(&create);
     let has_bitmaps = !format!("{top_kind}{base_kind}").contains("compat=0.10");
     if has_bitmaps {
-        let options = Qcow2Options::new(directory.0.join("base"));
+        let options = DriverOptions::new(directory.0.join("base"));
         let base: Box<dyn Driver> = match base_format {
             "qcow2" => Box::new(Qcow2::open(&options).unwrap()),
-            _ => Box::new(LoopDevice::open(&LoopOptions::new(directory.0.join("base"))).unwrap()),
+            _ => Box::new(LoopDevice::open(&DriverOptions::new(directory.0.join("base"))).unwrap()),
         };
         add_bitmaps(&directory, &*base, length as u64);
         directory.qemu_img(&["bitmap", "--add", "top", "both"]);
@@ -505,10 +505,10 @@ fn a_block_commit_reports_data_that_cannot_be_written_back() {
     let base = disk.image();
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", base.to_str().unwrap(), "-F", "raw", "top"]);
     let top = directory.0.join("top");
-    let options = Qcow2Options {
+    let options = DriverOptions {
         direct_io: DirectIo::Off,
         backing_chain: BackingChain::Allow,
-        ..Qcow2Options::new(&top)
+        ..DriverOptions::new(&top)
     };
     let device = Arc::new(Qcow2::open(&options).unwrap());
     let mut h = Harness::open(&*device).unwrap();

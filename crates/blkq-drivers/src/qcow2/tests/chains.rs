@@ -10,7 +10,7 @@ use crate::ImageFormat;
 use crate::qcow2::format::header::L1_AT;
 use crate::qcow2::jobs::block_commit_base::open_base;
 
-fn error(options: &Qcow2Options) -> Error {
+fn error(options: &DriverOptions) -> Error {
     Qcow2::open(options).err().expect("opening the image should fail")
 }
 
@@ -55,7 +55,7 @@ fn a_base_without_direct_io_is_read_through_the_page_cache() {
     let layers = format!("lowerdir={},upperdir={},workdir={}", layer("lower"), layer("upper"), layer("work"));
     let merged = directory.mount(&["-t", "overlay", "-o", &layers, "blkq-test"], "merged");
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "merged/top"]);
-    let options = Qcow2Options::new(merged.0.join("top"));
+    let options = DriverOptions::new(merged.0.join("top"));
     let device = Qcow2::open(&options).unwrap();
     let facts = device.describe();
     assert!(facts.contains(&("direct-io", "on".to_owned())), "{facts:?}");
@@ -66,7 +66,7 @@ fn a_base_without_direct_io_is_read_through_the_page_cache() {
     assert!(h.read_back(0, MIB as usize).iter().all(|byte| *byte == 7));
     assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
     drop((h, device));
-    let refused = error(&Qcow2Options { direct_io: DirectIo::On, ..options });
+    let refused = error(&DriverOptions { direct_io: DirectIo::On, ..options });
     assert_eq!(refused.kind(), ErrorKind::NoDirectIo);
     assert!(refused.to_string().ends_with(reason), "{refused}");
 }
@@ -96,7 +96,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     for (name, byte) in [("d/middle", 2), ("link", 1), ("top", 1), ("absolute-link", 2)] {
         directory.qemu_io(&path(name), &format!("read -P {byte} 0 1M"));
         for backing_chain in [BackingChain::OwnDirectory, BackingChain::Allow] {
-            let options = Qcow2Options { backing_chain, ..Qcow2Options::new(path(name)) };
+            let options = DriverOptions { backing_chain, ..DriverOptions::new(path(name)) };
             let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
             assert!(h.read_back(0, MIB as usize).iter().all(|read| *read == byte), "{name}");
         }
@@ -118,7 +118,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     drop(device);
     // Where QEMU finds no backing file, blkq finds none either, and the hint names the cause.
     std::fs::remove_file(path("base")).unwrap();
-    let refused = error(&Qcow2Options::new(path("link")));
+    let refused = error(&DriverOptions::new(path("link")));
     assert_eq!(refused.kind(), ErrorKind::NotFound);
     assert!(refused.to_string().contains("link is a symbolic link; use the path of the image itself"));
 }
@@ -264,10 +264,10 @@ fn a_backing_file_outside_the_directory_is_refused_by_default() {
     };
     for name in ["../secret", absolute.to_str().unwrap(), "link", "/proc/self/root/etc/passwd"] {
         create(name);
-        assert_eq!(error(&Qcow2Options::new(&top)).kind(), ErrorKind::BackingFile, "{name}");
+        assert_eq!(error(&DriverOptions::new(&top)).kind(), ErrorKind::BackingFile, "{name}");
     }
     create("../secret");
-    let options = Qcow2Options { backing_chain: BackingChain::Allow, ..Qcow2Options::new(&top) };
+    let options = DriverOptions { backing_chain: BackingChain::Allow, ..DriverOptions::new(&top) };
     let device = Qcow2::open(&options).unwrap();
     assert_eq!(Harness::open(&device).unwrap().read_back(0, 512), [7; 512]);
     drop(device);
@@ -310,7 +310,7 @@ fn a_backing_file_without_a_format_is_not_guessed_to_be_qcow2() {
     let at = bytes.windows(4).position(|word| word == 0xE279_2ACA_u32.to_be_bytes()).unwrap();
     bytes[at..at + 4].copy_from_slice(&[1; 4]);
     std::fs::write(&path, &bytes).unwrap();
-    let error = error(&Qcow2Options::new(&path)).to_string();
+    let error = error(&DriverOptions::new(&path)).to_string();
     assert!(error.contains("qemu-img rebase -u -b") && error.contains("-F qcow2"), "{error}");
 }
 
@@ -326,7 +326,7 @@ fn a_backing_file_is_locked_before_its_tables_are_read() {
     let writer = open(&base);
     let file = File::options().write(true).open(&base).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &[0; 512], 0).unwrap();
-    let options = Qcow2Options::new(directory.0.join("d.qcow2"));
+    let options = DriverOptions::new(directory.0.join("d.qcow2"));
     assert_eq!(error(&options).kind(), ErrorKind::Busy);
     drop(writer);
     assert_eq!(error(&options).kind(), ErrorKind::Format);
@@ -351,7 +351,7 @@ fn a_chain_whose_tables_take_much_memory_is_rejected() {
         file.set_len(64 << 20).unwrap();
     }
     drop(open(&directory.0.join("3")));
-    let error = error(&Qcow2Options::new(directory.0.join("4")));
+    let error = error(&DriverOptions::new(directory.0.join("4")));
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("need more than 128 MiB of memory"), "{error}");
 }
@@ -364,7 +364,7 @@ fn a_missing_backing_file_is_reported_with_a_hint() {
     let directory = Directory::new();
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", "gone", "-F", "raw", "d.qcow2", "64k"]);
     for backing_chain in [BackingChain::OwnDirectory, BackingChain::Allow] {
-        let options = Qcow2Options { backing_chain, ..Qcow2Options::new(directory.0.join("d.qcow2")) };
+        let options = DriverOptions { backing_chain, ..DriverOptions::new(directory.0.join("d.qcow2")) };
         let error = error(&options).to_string();
         assert!(
             error.contains("the backing file gone, which does not exist")
@@ -386,7 +386,7 @@ fn a_missing_backing_file_is_reported_with_a_hint() {
         "e.qcow2",
         "64k",
     ]);
-    assert_eq!(error(&Qcow2Options::new(directory.0.join("e.qcow2"))).kind(), ErrorKind::BackingFile);
+    assert_eq!(error(&DriverOptions::new(directory.0.join("e.qcow2"))).kind(), ErrorKind::BackingFile);
 }
 
 #[test]
@@ -399,7 +399,7 @@ fn a_backing_chain_with_a_loop_is_rejected() {
         directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", base, "-F", "qcow2", name, "64k"]);
     }
     for name in ["a", "b", "c"] {
-        assert_eq!(error(&Qcow2Options::new(directory.0.join(name))).kind(), ErrorKind::Format);
+        assert_eq!(error(&DriverOptions::new(directory.0.join(name))).kind(), ErrorKind::Format);
     }
 }
 
@@ -412,14 +412,14 @@ fn no_process_writes_to_an_image_that_a_writer_has_locked() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "compat=1.1", MIB);
     let device = open(&path);
-    assert_eq!(error(&Qcow2Options::new(&path)).kind(), ErrorKind::Busy);
+    assert_eq!(error(&DriverOptions::new(&path)).kind(), ErrorKind::Busy);
     let info = |write: bool| {
         let how = if write { "write 0 4k" } else { "read 0 4k" };
         Command::new("qemu-io").args(["-f", "qcow2", "-c", how]).arg(&path).output().unwrap().status.success()
     };
     assert!(!info(false) && !info(true));
     drop(device);
-    let reader = Qcow2Options { read_only: true, ..Qcow2Options::new(&path) };
+    let reader = DriverOptions { read_only: true, ..DriverOptions::new(&path) };
     let (one, two) = (Qcow2::open(&reader).unwrap(), Qcow2::open(&reader).unwrap());
     assert!(!info(true));
     drop((one, two));
@@ -440,7 +440,7 @@ fn unsupported_images_are_rejected_with_the_reason() {
         let secret = ["--object", "secret,id=s,data=x"];
         let image = [&["create", "-q", "-f", "qcow2"][..], &secret, &["-o", kind, "x.qcow2", "1M"]].concat();
         directory.qemu_img(&image);
-        let opened = Qcow2::open(&Qcow2Options::new(directory.0.join("x.qcow2")));
+        let opened = Qcow2::open(&DriverOptions::new(directory.0.join("x.qcow2")));
         let error = opened.err().unwrap().to_string();
         assert!(error.contains(why), "{error}");
     }
@@ -449,17 +449,17 @@ fn unsupported_images_are_rejected_with_the_reason() {
     for (bit, why) in [(1, "was not closed"), (2, "corrupt")] {
         bytes[79] = bit;
         std::fs::write(&path, &bytes).unwrap();
-        let error = error(&Qcow2Options::new(&path)).to_string();
+        let error = error(&DriverOptions::new(&path)).to_string();
         assert!(error.contains(why) && error.contains("qemu-img check -r all"), "{error}");
-        Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+        Qcow2::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) }).unwrap();
     }
     let path = directory.image("twice.qcow2", "compat=1.1", MIB);
     let file = File::options().write(true).open(&path).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &0x20000_u64.to_be_bytes(), 0x10008).unwrap();
-    let twice = error(&Qcow2Options::new(&path)).to_string();
+    let twice = error(&DriverOptions::new(&path)).to_string();
     assert!(twice.contains("names a block twice"), "{twice}");
     let path = directory.image("cut.qcow2", "compat=1.1", MIB);
     File::options().write(true).open(&path).unwrap().set_len(0x30000).unwrap();
-    let error = error(&Qcow2Options::new(&path)).to_string();
+    let error = error(&DriverOptions::new(&path)).to_string();
     assert!(error.contains("its L1 table is not all in the file"), "{error}");
 }

@@ -364,7 +364,7 @@ fn a_read_only_device_writes_nothing() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "compat=1.1", MIB);
     let before = std::fs::read(&path).unwrap();
-    let device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    let device = Qcow2::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) }).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tag = h.write(0, vec![pattern(512, 1)]);
     assert_eq!(h.run(tag).0, Err(blkq::Status::ReadOnly));
@@ -386,7 +386,7 @@ fn a_read_only_device_frees_no_space() {
     directory.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4k", "raw", "d.qcow2"]);
     let path = directory.0.join("d.qcow2");
     let before = std::fs::read(&path).unwrap();
-    let open = || Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    let open = || Qcow2::open(&DriverOptions { read_only: true, ..DriverOptions::new(&path) }).unwrap();
     let (mut device, other) = (open(), open());
     device.bitmaps = ImageBitmaps(Qcow2Bitmaps::new(&other.shared, false));
     // If detach tried to free space, only the access mode of the descriptor would prevent it.
@@ -412,7 +412,7 @@ fn a_larger_image_is_served_up_to_the_size_of_its_device() {
         let device = crate::open(&spec, &options).unwrap();
         assert_eq!(device.driver.limits().size_bytes(), 2 * MIB, "{name}");
     }
-    let options = Qcow2Options { device_bytes: Some(2 * MIB), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { device_bytes: Some(2 * MIB), ..DriverOptions::new(&path) };
     for size in [3 * MIB, 4 * MIB, 5 * MIB] {
         let device = Qcow2::open(&options).unwrap();
         device.resize(Some(size)).unwrap();

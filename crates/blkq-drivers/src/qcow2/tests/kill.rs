@@ -32,10 +32,10 @@ struct Life {
 }
 
 impl Life {
-    fn options(&self, name: &str) -> Qcow2Options {
+    fn options(&self, name: &str) -> DriverOptions {
         let path = self.directory.0.join(name);
         let journals = Some(Arc::clone(&self.journals));
-        Qcow2Options { direct_io: DirectIo::Off, journals, ..Qcow2Options::new(path) }
+        DriverOptions { direct_io: DirectIo::Off, journals, ..DriverOptions::new(path) }
     }
 
     /// Opens a copy of the image as another process would, with the journal as it is now, and checks it.
@@ -213,14 +213,14 @@ fn an_image_whose_journal_cannot_be_opened_keeps_it() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     write_and_die(&Qcow2::open(&options).unwrap());
     let journal = std::fs::read_dir(directory.0.join("journals")).unwrap().next().unwrap().unwrap().path();
     let aside = directory.0.join("aside");
     std::fs::rename(&journal, &aside).unwrap();
     std::fs::create_dir(&journal).unwrap();
     for read_only in [false, true] {
-        let refused = Qcow2::open(&Qcow2Options { read_only, ..options.clone() }).err().unwrap().to_string();
+        let refused = Qcow2::open(&DriverOptions { read_only, ..options.clone() }).err().unwrap().to_string();
         assert!(refused.contains(journal.to_str().unwrap()), "{refused}");
     }
     std::fs::remove_dir(&journal).unwrap();
@@ -240,9 +240,9 @@ fn a_backing_file_that_lacks_writes_is_rejected() {
         directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", top]);
     }
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = |name: &str| Qcow2Options {
+    let options = |name: &str| DriverOptions {
         journals: Some(Arc::clone(&journals)),
-        ..Qcow2Options::new(directory.0.join(name))
+        ..DriverOptions::new(directory.0.join(name))
     };
     let is_lacking = |rejected: Result<Qcow2, Error>| {
         let rejected = rejected.err().unwrap().to_string();
@@ -263,7 +263,7 @@ fn a_backing_file_that_lacks_writes_is_rejected() {
     die(&top);
     drop((killed, top));
     is_lacking(Qcow2::open(&options("other.qcow2")));
-    let other = Qcow2::open(&Qcow2Options { journals: None, ..options("other.qcow2") }).unwrap();
+    let other = Qcow2::open(&DriverOptions { journals: None, ..options("other.qcow2") }).unwrap();
     is_lacking(target(&other));
     drop(other);
     let top = Qcow2::open(&options("top.qcow2")).unwrap();
@@ -285,7 +285,7 @@ fn a_missing_journal_is_reported_once() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     let warned = || {
         let device = Qcow2::open(&options).unwrap();
         device.warnings.iter().any(|warning| warning.contains("its journal does not exist"))
@@ -311,7 +311,7 @@ fn a_kill_while_the_journal_is_emptied_loses_nothing() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     for has_tag in [false, true, false] {
         let device = Qcow2::open(&options).unwrap();
         write_and_die(&device);
@@ -347,19 +347,19 @@ fn a_journal_is_void_after_another_program_wrote_to_the_image() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     for by_qemu in [true, false] {
         let device = Qcow2::open(&options).unwrap();
         assert!(!device.is_lost_with_process());
         write_and_die(&device);
-        let reader = Qcow2::open(&Qcow2Options { read_only: true, ..options.clone() });
+        let reader = Qcow2::open(&DriverOptions { read_only: true, ..options.clone() });
         assert!(reader.err().unwrap().to_string().contains("open it for writing once"));
         if by_qemu {
             let program = ["-f", "qcow2", "-c", "write -P 7 0 64k", path.to_str().unwrap()];
             assert!(Command::new("qemu-io").args(program).output().unwrap().status.success());
         }
         let is_ignored = |device: &Qcow2| device.warnings().iter().any(|line| line.contains("is ignored"));
-        let reader = Qcow2::open(&Qcow2Options { read_only: true, ..options.clone() });
+        let reader = Qcow2::open(&DriverOptions { read_only: true, ..options.clone() });
         assert_eq!(reader.is_ok_and(|reader| is_ignored(&reader)), by_qemu);
         let device = Qcow2::open(&options).unwrap();
         assert_eq!(is_ignored(&device), by_qemu);
@@ -384,9 +384,9 @@ fn an_ignored_journal_of_a_backing_file_is_reported() {
     let base = directory.image("base.qcow2", "cluster_size=64k", 4 * MIB);
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = |name: &str| Qcow2Options {
+    let options = |name: &str| DriverOptions {
         journals: Some(Arc::clone(&journals)),
-        ..Qcow2Options::new(directory.0.join(name))
+        ..DriverOptions::new(directory.0.join(name))
     };
     write_and_die(&Qcow2::open(&options("base.qcow2")).unwrap());
     // The program opens the image for writing, and changes only the header.
@@ -405,7 +405,7 @@ fn a_journal_that_cannot_be_applied_leaves_the_image_unchanged() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
     // A record for an entry that the refcount table does not have.
@@ -431,7 +431,7 @@ fn a_journal_of_a_removed_file_is_not_reported() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(Arc::clone(&journals)), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(Arc::clone(&journals)), ..DriverOptions::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
     let birth = device.file().birth();
@@ -449,13 +449,13 @@ fn qemu_img_check_leaves_the_journal_valid() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     write_and_die(&Qcow2::open(&options).unwrap());
     let before = std::fs::read(&path).unwrap();
     let checked = DriverOptions { format: ImageFormat::Qcow2, ..DriverOptions::default() };
     check(&DriverSpec::Image(path.clone()), &checked).unwrap();
     // Without the journal, the writes would be lost.
-    let refused = Qcow2::open(&Qcow2Options { journals: None, ..options.clone() }).err().unwrap();
+    let refused = Qcow2::open(&DriverOptions { journals: None, ..options.clone() }).err().unwrap();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     assert!(std::fs::read(&path).unwrap() == before);
     let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
@@ -472,7 +472,7 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", 64 * MIB);
     let journals = Journals::open(&directory.0.join("journals")).unwrap();
-    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let options = DriverOptions { journals: Some(journals), ..DriverOptions::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     for cluster in [0, WRITES] {
         device

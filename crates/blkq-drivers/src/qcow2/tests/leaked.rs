@@ -53,10 +53,10 @@ impl Unclosed {
         Qcow2::open(&self.options()).unwrap()
     }
 
-    fn options(&self) -> Qcow2Options {
+    fn options(&self) -> DriverOptions {
         let journals = self.directory.0.join("journals");
         let _ = std::fs::remove_dir_all(&journals);
-        Qcow2Options { journals: Some(Journals::open(&journals).unwrap()), ..Qcow2Options::new(&self.path) }
+        DriverOptions { journals: Some(Journals::open(&journals).unwrap()), ..DriverOptions::new(&self.path) }
     }
 
     fn number(&self, offset: u64) -> u64 {
@@ -263,14 +263,14 @@ fn only_an_unclosed_image_is_searched_and_only_for_writing() {
     let image = Unclosed::with_everything();
     image.directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "d", "-F", "qcow2", "top"]);
     let unclosed = image.content();
-    let as_base = Qcow2Options { path: image.directory.0.join("top"), ..image.options() };
-    let read_only = Qcow2Options { read_only: true, ..image.options() };
+    let as_base = DriverOptions { path: image.directory.0.join("top"), ..image.options() };
+    let read_only = DriverOptions { read_only: true, ..image.options() };
     for options in [as_base, read_only] {
         drop(Qcow2::open(&options).unwrap());
         assert!(image.content() == unclosed);
     }
     // Clients of a device that is recovered wait for it.
-    let in_use = Qcow2Options { device_bytes: Some(4 * MIB), ..image.options() };
+    let in_use = DriverOptions { device_bytes: Some(4 * MIB), ..image.options() };
     die(&Qcow2::open(&in_use).unwrap());
     assert!(image.is_as(&unclosed));
     let mut closed = unclosed.clone();

@@ -78,7 +78,7 @@ impl Drop for Mounted {
 }
 
 fn open(path: &Path) -> Qcow2 {
-    Qcow2::open(&Qcow2Options::new(path)).unwrap()
+    Qcow2::open(&DriverOptions::new(path)).unwrap()
 }
 
 fn has_qemu() -> bool {

@@ -197,11 +197,11 @@ pub(super) fn content_of(contents: &[u32]) -> IoBuffer {
 }
 
 /// Options with journals of their own, which are lost with the power.
-fn options(directory: &Directory, name: &str) -> Qcow2Options {
+fn options(directory: &Directory, name: &str) -> DriverOptions {
     let journals = directory.0.join(format!("{name}.journals"));
     let _ = std::fs::remove_dir_all(&journals);
     let journals = Some(Journals::open(&journals).unwrap());
-    Qcow2Options { direct_io: DirectIo::Off, journals, ..Qcow2Options::new(directory.0.join(name)) }
+    DriverOptions { direct_io: DirectIo::Off, journals, ..DriverOptions::new(directory.0.join(name)) }
 }
 
 fn check(path: &Path, allowed: &[i32], seed: u64) {
