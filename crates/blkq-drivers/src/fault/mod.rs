@@ -5,7 +5,6 @@
 //! place, with other memory, or later. So the wrapped driver receives ordinary requests within its limits. The fault driver
 //! allocates memory for every request, so it is not meant for measuring speed.
 
-mod observer;
 mod queue;
 mod rules;
 mod spec;
@@ -23,8 +22,8 @@ use blkq::{
     Change, DepthExtent, Driver, DriverQueue, DriverSetting, Error, Extent, OpenContext, QueueLimits,
 };
 
-pub use observer::{Injection, observe};
 use queue::FaultQueue;
+pub use rules::{Injection, observe};
 use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};
 

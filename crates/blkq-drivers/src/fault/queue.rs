@@ -11,8 +11,7 @@ use blkq::{
     Sector, Segment, Status, Tag, Taken, WrappedQueue,
 };
 
-use super::observer::{Injection, report};
-use super::rules::{RuleState, Rules, Shared};
+use super::rules::{Injection, RuleState, Rules, Shared, report};
 use super::spec::{Effect, Rule};
 
 /// Delay before requests that the wrapped queue was too busy to take are reissued (BLK_MQ_RESOURCE_DELAY).

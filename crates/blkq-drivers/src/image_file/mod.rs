@@ -7,14 +7,13 @@
 mod claim;
 mod direct_io;
 mod file;
-mod format;
 pub(crate) mod lock;
-mod name;
 mod probe;
 
 pub(crate) use direct_io::{ClientTerms, Mode, choose_buffered, choose_mode};
 pub use file::link_elsewhere;
-pub(crate) use file::{ImageFile, OPERATIONS, RawImage, check_not_longer, check_write_access, sync};
+pub(crate) use file::{
+    ImageFile, ImageName, OPERATIONS, RawImage, check_not_longer, check_write_access, sync,
+};
 pub(crate) use lock::{LockKind, WHOLE_FILE};
-pub(crate) use name::ImageName;
 pub(crate) use probe::{DirectAlign, name_now};

@@ -13,8 +13,7 @@ use crate::bitmaps::{BitmapFormat, Loaded};
 use crate::errors::{malformed, unsupported};
 use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension};
 use crate::qcow2::io::allocate::change_header;
-use crate::qcow2::io::blocking;
-use crate::qcow2::io::env::{Env, Shared};
+use crate::qcow2::io::env::{self, Env, Shared};
 use crate::qcow2::io::flush_metadata::sync;
 
 use super::format::{BitmapEntry, Layout, plan_extension, read};
@@ -152,7 +151,7 @@ impl BitmapFormat for Qcow2Bitmaps {
 
     fn check(&self) -> Result<(), Error> {
         // Without the path of the image, which `ImageBitmaps` adds to the error.
-        let head = blocking::run(&self.shared, "read its header", async |env| read_head(env).await)?;
+        let head = env::run(&self.shared, "read its header", async |env| read_head(env).await)?;
         let extension = BitmapsExtension { count: 1, directory_bytes: 0, directory: 0 };
         plan_extension(&head, Some(&extension)).map(drop)
     }

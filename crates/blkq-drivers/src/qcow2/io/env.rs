@@ -7,16 +7,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::sync::{Mutex, MutexGuard, lock};
-use blkq::{IoBuffer, Status, Wake};
+use blkq::{Error, ErrorKind, IoBuffer, Status, Wake};
 
 use crate::image_file::ImageFile;
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::state::State;
 
 use super::changes::Changes;
-use super::epochs::Epochs;
 use super::inflate::{Inflater, Job, Place};
-use super::operations::{Action, Io, Op};
+use super::operations::{Action, Epochs, Executor, Io, Op};
 
 /// Memory for copies and decompressed clusters at a time, in bytes.
 pub const BOUNCE_MAX_BYTES: u64 = 64 << 20;
@@ -39,6 +38,43 @@ impl Shared {
     pub fn path(&self) -> &Path {
         &self.files[0].path
     }
+
+    /// As [`run`]. `what` is completed by the path of the image.
+    pub fn run<T: 'static>(
+        self: &Arc<Self>,
+        what: &str,
+        task: impl AsyncFnOnce(&Env) -> Result<T, Status> + 'static,
+    ) -> Result<T, Error> {
+        run(self, &format!("{what} in {}", self.path().display()), task)
+    }
+}
+
+/// Runs `task` to completion on the calling thread with plain system calls, for changes while no queue does I/O, and for
+/// the last flush. The thread may be forbidden to create a ring. `what` completes the message "cannot ...".
+pub fn run<T: 'static>(
+    shared: &Arc<Shared>,
+    what: &str,
+    task: impl AsyncFnOnce(&Env) -> Result<T, Status> + 'static,
+) -> Result<T, Error> {
+    let env = Env::new(Arc::clone(shared), None);
+    let mut executor = Executor::default();
+    let result = Rc::new(RefCell::new(Err(Status::Io)));
+    let (own, kept) = (Rc::clone(&env), Rc::clone(&result));
+    executor.spawn(&env.io, async move { drop(kept.replace(task(&own).await)) });
+    while !executor.is_idle() {
+        executor.run(&env.io);
+        let mut idle = !env.io.has_paused();
+        while let Some((place, done)) = env.io.next(|op| op.perform(&shared.files)) {
+            idle = false;
+            env.io.complete(place, done);
+        }
+        if idle && !executor.is_idle() {
+            // The task waits for a change by another task, and no other task exists.
+            let message = format!("cannot {what}: another change of the image is in progress");
+            return Err(Error::new(ErrorKind::System, message));
+        }
+    }
+    result.replace(Err(Status::Io)).map_err(|status| Error::system(format!("cannot {what}"), status))
 }
 
 pub type Decompressed = (Place, Rc<Vec<u8>>);

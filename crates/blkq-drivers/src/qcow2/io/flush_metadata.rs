@@ -16,8 +16,7 @@ use blkq::{IoBuffer, IoResult, Status};
 
 use crate::qcow2::journal::Journal;
 use crate::qcow2::tables::cache::{Key, Table};
-use crate::qcow2::tables::refcounts::{refcount, refcount_place, set_refcounts};
-use crate::qcow2::tables::state::NotReady;
+use crate::qcow2::tables::state::{NotReady, refcount, refcount_place, set_refcounts};
 
 use super::env::Env;
 use super::operations::Op;

@@ -7,12 +7,11 @@ use blkq::{IoResult, Status};
 use crate::qcow2::format::entry::{COPIED, Entry};
 use crate::qcow2::tables::state::{NotReady, State};
 
-use super::allocate::{Clusters, allocate, free_unused, until_ready};
+use super::allocate::{Clusters, allocate, free_unused, reserve, until_ready};
 use super::env::Env;
 use super::flush_metadata::flush_metadata;
 use super::operations::{Memory, Op};
 use super::read::read_device;
-use super::reserve::reserve;
 
 /// Bytes of new clusters that one step of a write allocates. The step locks their clusters of the device.
 const STEP_MAX_BYTES: u64 = 2 << 20;

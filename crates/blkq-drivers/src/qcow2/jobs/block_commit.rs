@@ -47,8 +47,7 @@ use crate::qcow2::io::blocking_reader::BlockingReader;
 use crate::qcow2::io::changes::{map_for, next_changed};
 use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
 use crate::qcow2::io::operations::Op;
-use crate::qcow2::tables::refcounts::set_refcount;
-use crate::qcow2::tables::state::Found;
+use crate::qcow2::tables::state::{Found, set_refcount};
 
 use super::block_commit_base::{BaseFiles, Target};
 use super::overlay::path_of;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use blkq::sync::lock as locked;
-use blkq::{Driver, Error, IoBuffer};
+use blkq::{Driver, Error, IoBuffer, Segment, Tag};
 
 use crate::errors::unsupported;
 use crate::image_file::{ImageFile, LockKind};
@@ -14,7 +14,9 @@ use crate::r#loop::LoopDevice;
 use crate::options::{BackingChain, Journals};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, read_header};
-use crate::qcow2::io::blocking::write_data;
+use crate::qcow2::io::env;
+use crate::qcow2::io::operations::Memory;
+use crate::qcow2::io::write::{Source, write};
 use crate::qcow2::io::zero::{Wanted, clear};
 
 /// The files of the base, opened by a process that has the permission.
@@ -90,7 +92,7 @@ impl Target {
     pub(in crate::qcow2) fn write(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
         match self {
             Target::Raw(raw) => raw.write_now(position, &data),
-            Target::Qcow2(qcow2) => write_data(&qcow2.shared, position, data),
+            Target::Qcow2(qcow2) => qcow2.write_now(position, data),
         }
     }
 
@@ -120,6 +122,17 @@ impl Target {
 }
 
 impl Qcow2 {
+    /// Writes `data` at `position` of the device, while no queue does I/O.
+    fn write_now(&self, position: u64, mut data: IoBuffer) -> Result<(), Error> {
+        let (bytes, segment) = (data.len() as u64, Segment::new(data.as_mut_ptr(), data.len() as u32));
+        // SAFETY: the buffer outlives `run`, which performs all operations before it returns, and no other
+        // request in this environment has the tag.
+        let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
+        env::run(&self.shared, &format!("write to {}", self.path().display()), async move |env| {
+            write(env, position, bytes, Source::Memory(&memory)).await
+        })
+    }
+
     /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
     /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
     /// Fails with [`blkq::ErrorKind::Mismatch`] if the base is longer than the device, or was truncated.

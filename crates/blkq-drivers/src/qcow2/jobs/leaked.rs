@@ -21,8 +21,7 @@ use crate::qcow2::format::header::{
 use crate::qcow2::io::allocate::{Clusters, free_unused};
 use crate::qcow2::io::flush_metadata::sync;
 use crate::qcow2::io::operations::Op;
-use crate::qcow2::tables::refcounts::refcount;
-use crate::qcow2::tables::state::{State, Tables};
+use crate::qcow2::tables::state::{State, Tables, refcount};
 
 /// Most clusters that are searched: 8 TiB of clusters of 64 KiB.
 const CLUSTERS_MAX: u64 = 128 << 20;

@@ -2,5 +2,4 @@
 //! blocks only slices are cached. Changes are recorded in the journal. Names `format` and `journal`.
 
 pub(super) mod cache;
-pub(super) mod refcounts;
 pub(super) mod state;
