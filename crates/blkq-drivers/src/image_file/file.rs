@@ -1,13 +1,12 @@
 //! Opens the file of an image, reads it, and reports the facts about it.
 
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
 use blkq::clock::worker_ns;
 use blkq::{Error, ErrorKind, Extent, IoBuffer};
@@ -44,7 +43,7 @@ pub(crate) const OPERATIONS: [(&str, u8); 8] = [
 ];
 
 pub(crate) struct ImageFile {
-    pub(super) file: File,
+    pub file: File,
     /// Absolute, with all symbolic links resolved, unless the owner of this value uses `link` instead.
     pub path: PathBuf,
     /// The symbolic link under which the image was opened, if the link is in another directory than the image.
@@ -124,16 +123,11 @@ impl ImageFile {
         })
     }
 
-    pub fn ring_file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
-
     /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. Fails with `UnexpectedEof`
     /// if the file ends before the range does.
     ///
-    /// The last parameter is reserved for images whose bytes have to be fetched from another machine first: a deadline.
-    /// All images are local files, so it is ignored, and the call may block in the kernel for any time.
-    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, _: Option<Instant>) -> io::Result<()> {
+    /// The call may block in the kernel for any time.
+    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let end = |e: io::Error| if e.kind() == io::ErrorKind::UnexpectedEof { e.kind().into() } else { e };
         self.file.read_exact_at(buffer, offset).map_err(end)
     }
@@ -141,13 +135,7 @@ impl ImageFile {
     /// As [`ImageFile::read_exact_at`], but the bytes beyond the end of the file read as zeroes, because the
     /// last cluster of an image may be incomplete. `file_bytes` is the size that the file is known to have
     /// had. Fails with EIO if the file was truncated.
-    pub fn read_padded_at(
-        &self,
-        buffer: &mut [u8],
-        offset: u64,
-        file_bytes: u64,
-        _: Option<Instant>,
-    ) -> io::Result<()> {
+    pub fn read_padded_at(&self, buffer: &mut [u8], offset: u64, file_bytes: u64) -> io::Result<()> {
         let mut done = 0;
         while done < buffer.len() {
             match self.file.read_at(&mut buffer[done..], offset + done as u64) {
@@ -189,27 +177,14 @@ impl ImageFile {
         Error::system(format!("cannot {what} {}", self.path.display()), error)
     }
 
-    pub fn set_size(&self, bytes: u64) -> io::Result<()> {
-        self.file.set_len(bytes)
-    }
-
     /// Makes all writes to the file durable (fdatasync).
     pub fn sync(&self) -> io::Result<()> {
         sync(&self.file)
     }
 
-    /// Makes all writes and the time of the last one durable (fsync).
-    pub fn sync_all(&self) -> io::Result<()> {
-        self.file.sync_all()
-    }
-
     pub fn size(&self) -> Result<u64, Error> {
         // Returns the size of files and of block devices alike.
         seek(&self.file, SeekFrom::End(0)).map_err(|e| self.failed("find the size of", e))
-    }
-
-    pub fn metadata(&self) -> io::Result<Metadata> {
-        self.file.metadata()
     }
 
     /// The creation time in nanoseconds; 0 if the file system does not record it. It distinguishes a file
@@ -221,10 +196,6 @@ impl ImageFile {
             let seconds = u64::try_from(stat.stx_btime.tv_sec).unwrap_or(0);
             seconds.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into())
         })
-    }
-
-    pub fn name_now(&self) -> Option<PathBuf> {
-        name_now(&self.file)
     }
 
     pub fn detect_format(&self, size: u64) -> Option<&'static str> {
@@ -304,8 +275,8 @@ impl ImageFile {
         fadvise(&self.file, 0, None, Advice::Random).map_err(|e| self.failed("turn off read-ahead for", e))
     }
 
-    pub fn lock(&self, range: &Range<u64>, kind: LockKind, shared: bool) -> Result<Option<String>, Error> {
-        lock::acquire(&self.file, &self.path, range, kind, shared)
+    pub fn lock(&self, range: &Range<u64>, kind: LockKind) -> Result<Option<String>, Error> {
+        lock::acquire(&self.file, &self.path, range, kind)
     }
 
     pub fn downgrade(&self, range: &Range<u64>) {
@@ -354,10 +325,6 @@ impl ImageFile {
     pub fn with_file(&self, file: File) -> ImageFile {
         let (path, link, direct) = (self.path.clone(), self.link.clone(), self.direct.clone());
         ImageFile { file, path, link, direct, ..*self }
-    }
-
-    pub fn into_file(self) -> File {
-        self.file
     }
 }
 
@@ -448,7 +415,7 @@ impl ImageName {
     }
 
     pub fn now(&self, file: &ImageFile) -> String {
-        let now = file.name_now().map_or_else(|| self.path.clone(), |name| self.path_of(&name));
+        let now = name_now(&file.file).map_or_else(|| self.path.clone(), |name| self.path_of(&name));
         now.display().to_string()
     }
 

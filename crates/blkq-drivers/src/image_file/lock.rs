@@ -17,28 +17,33 @@ pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LockKind {
     /// Other processes must not lock the bytes.
-    Exclusive,
-    /// Other processes may take a shared lock too: for a reader, or for a device that is shared.
+    Writer,
+    /// Other processes may take the lock of a reader, too.
+    Reader,
+    /// For a device that is shared: other processes may take any lock but that of a writer.
     Shared,
 }
 
 impl LockKind {
     pub fn of(read_only: bool, shared: bool) -> LockKind {
-        if read_only || shared { LockKind::Shared } else { LockKind::Exclusive }
+        match (read_only, shared) {
+            (_, true) => LockKind::Shared,
+            (true, false) => LockKind::Reader,
+            (false, false) => LockKind::Writer,
+        }
     }
 }
 
-/// Locks `range` of `file`, or converts its lock on that range to `kind`. If the file system has no locks and
-/// `shared` is set, returns a warning; without `shared` fails with [`ErrorKind::Unsupported`]. Fails with
+/// Locks `range` of `file`, or converts its lock on that range to `kind`. If the file system has no locks,
+/// returns a warning for [`LockKind::Shared`], and else fails with [`ErrorKind::Unsupported`]. Fails with
 /// [`ErrorKind::Busy`] if the lock of another process conflicts.
 pub(crate) fn acquire(
     file: &File,
     path: &Path,
     range: &Range<u64>,
     kind: LockKind,
-    shared: bool,
 ) -> Result<Option<String>, Error> {
-    let Err(error) = lock(file, range, kind, shared) else { return Ok(None) };
+    let Err(error) = lock(file, range, kind) else { return Ok(None) };
     let path = path.display();
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EACCES) => {
@@ -48,7 +53,7 @@ pub(crate) fn acquire(
             };
             Err(Error::new(ErrorKind::Busy, format!("{path} is in use: {part} locked")))
         }
-        _ if shared => Ok(Some(format!(
+        _ if kind == LockKind::Shared => Ok(Some(format!(
             "cannot lock {path} ({error}): other processes can write to it at the same time"
         ))),
         _ => Err(unsupported(format!(
@@ -75,20 +80,20 @@ const UNSHARED_WRITES: u64 = 201;
 /// a reader excludes QEMU's writers with one on 201.
 ///
 /// During a conversion, no lock that excludes writers is released before another one that does is set.
-fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, libc::c_int)> {
+fn steps(range: &Range<u64>, kind: LockKind) -> Vec<(Range<u64>, libc::c_int)> {
     let has_qemu = range.start <= QEMU_BYTES.start && QEMU_BYTES.end <= range.end;
     let around = |bytes: Range<u64>| match has_qemu {
         true => vec![range.start..bytes.start, bytes.end..range.end],
         false => vec![range.clone()],
     };
     let lock = |ranges: Vec<Range<u64>>, l_type| ranges.into_iter().map(move |range| (range, l_type));
-    if kind == LockKind::Exclusive {
+    if kind == LockKind::Writer {
         let unshared = UNSHARED_READS..UNSHARED_WRITES + 1;
         let data = around(unshared.clone());
         return lock(vec![unshared], libc::F_RDLCK).chain(lock(data, libc::F_WRLCK)).collect();
     }
     let data = around(QEMU_BYTES);
-    if shared {
+    if kind == LockKind::Shared {
         return lock(data, libc::F_RDLCK).collect();
     }
     let byte = |byte: u64| byte..byte + 1;
@@ -101,17 +106,17 @@ fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, l
     lock(used, libc::F_RDLCK).chain(lock(unused, libc::F_UNLCK)).collect()
 }
 
-fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Result<()> {
-    for (bytes, l_type) in steps(range, kind, shared) {
+fn lock(file: &File, range: &Range<u64>, kind: LockKind) -> io::Result<()> {
+    for (bytes, l_type) in steps(range, kind) {
         set(file, &bytes, l_type)?;
     }
     // Only a writer of blkq has a write lock on byte 0. Then it has QEMU's bytes too, and QEMU cannot lock any.
     let is_writer = || conflicts(file, 0, libc::F_RDLCK);
     let is_qemu = |byte| Ok::<_, io::Error>(conflicts(file, byte, libc::F_WRLCK)? && !is_writer()?);
     let in_use = match kind {
-        LockKind::Shared if shared => false,
-        LockKind::Shared => is_qemu(QEMU_WRITES)?,
-        LockKind::Exclusive => is_qemu(QEMU_WRITES)? || is_qemu(QEMU_READS)?,
+        LockKind::Shared => false,
+        LockKind::Reader => is_qemu(QEMU_WRITES)?,
+        LockKind::Writer => is_qemu(QEMU_WRITES)? || is_qemu(QEMU_READS)?,
     };
     if in_use { Err(io::Error::from_raw_os_error(libc::EAGAIN)) } else { Ok(()) }
 }
@@ -119,7 +124,7 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
 /// Converts a writer's lock on `range` to a reader's. There is nothing to check, because the writer's lock excludes all
 /// others. If a part cannot be converted, it stays locked for writing, which at worst excludes other readers.
 pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
-    for (bytes, l_type) in steps(range, LockKind::Shared, false) {
+    for (bytes, l_type) in steps(range, LockKind::Reader) {
         if set(file, &bytes, l_type).is_err() {
             return;
         }
@@ -173,8 +178,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const BEFORE: Range<u64> = 0..MIB;
     const BEYOND: Range<u64> = MIB..2 * MIB;
-    const EXCLUSIVE: LockKind = LockKind::Exclusive;
-    const SHARED: LockKind = LockKind::Shared;
+    const WRITER: LockKind = LockKind::Writer;
+    const READER: LockKind = LockKind::Reader;
 
     fn open<const COUNT: usize>() -> [File; COUNT] {
         let file =
@@ -205,24 +210,20 @@ mod tests {
     fn qemu_and_a_device_exclude_each_other_in_either_order() {
         for range in [BEFORE, BEYOND, WHOLE_FILE] {
             for (kind, used, allowed) in [
-                (EXCLUSIVE, READS, false),
-                (EXCLUSIVE, WRITES, false),
-                (SHARED, READS, true),
-                (SHARED, WRITES, false),
+                (WRITER, READS, false),
+                (WRITER, WRITES, false),
+                (READER, READS, true),
+                (READER, WRITES, false),
             ] {
                 let [device, other] = open();
-                lock(&device, &range, kind, false).unwrap();
+                lock(&device, &range, kind).unwrap();
                 assert_eq!(qemu(&other, used, &[]), allowed, "{range:?} {kind:?} {used:?}");
                 let [device, other] = open();
                 assert!(qemu(&other, used, &[]));
-                assert_eq!(
-                    lock(&device, &range, kind, false).is_ok(),
-                    allowed,
-                    "{range:?} {kind:?} {used:?}"
-                );
+                assert_eq!(lock(&device, &range, kind).is_ok(), allowed, "{range:?} {kind:?} {used:?}");
                 // A shared device does not check for QEMU.
                 let [device, other] = open();
-                lock(&device, &range, SHARED, true).unwrap();
+                lock(&device, &range, LockKind::Shared).unwrap();
                 assert!(qemu(&other, used, &[1]));
             }
         }
@@ -230,15 +231,15 @@ mod tests {
 
     #[test]
     fn windows_that_do_not_overlap_do_not_conflict() {
-        for first in [EXCLUSIVE, SHARED] {
-            for second in [EXCLUSIVE, SHARED] {
+        for first in [WRITER, READER] {
+            for second in [WRITER, READER] {
                 for (a, b) in [(BEFORE, BEYOND), (BEYOND, BEFORE)] {
                     let [one, two, three] = open();
-                    lock(&one, &a, first, false).unwrap();
-                    lock(&two, &b, second, false).unwrap();
-                    let both_read = first == SHARED && second == SHARED;
-                    assert_eq!(lock(&three, &(0..2 * MIB), SHARED, false).is_ok(), both_read);
-                    assert!(lock(&three, &(MIB - 512..MIB + 512), EXCLUSIVE, false).is_err());
+                    lock(&one, &a, first).unwrap();
+                    lock(&two, &b, second).unwrap();
+                    let both_read = first == READER && second == READER;
+                    assert_eq!(lock(&three, &(0..2 * MIB), READER).is_ok(), both_read);
+                    assert!(lock(&three, &(MIB - 512..MIB + 512), WRITER).is_err());
                     release(&three, &WHOLE_FILE);
                     release(&one, &WHOLE_FILE);
                     release(&two, &WHOLE_FILE);
@@ -252,22 +253,22 @@ mod tests {
     fn a_window_beside_qemu_is_refused_beside_other_windows_too() {
         for (shared, used) in [(true, WRITES), (true, READS), (false, READS)] {
             let [before, other, device] = open();
-            lock(&before, &BEFORE, SHARED, shared).unwrap();
+            lock(&before, &BEFORE, LockKind::of(true, shared)).unwrap();
             assert!(qemu(&other, used, &[]));
-            assert!(lock(&device, &BEYOND, EXCLUSIVE, false).is_err(), "{shared} {used:?}");
+            assert!(lock(&device, &BEYOND, WRITER).is_err(), "{shared} {used:?}");
         }
     }
 
     #[test]
     fn a_writer_becomes_a_reader_while_qemu_tries_to_write() {
         let [device, other] = open();
-        lock(&device, &BEYOND, EXCLUSIVE, false).unwrap();
+        lock(&device, &BEYOND, WRITER).unwrap();
         // QEMU has set its lock, and not yet made the check, which will fail.
         set(&other, &(QEMU_WRITES..QEMU_WRITES + 1), libc::F_RDLCK).unwrap();
         downgrade(&device, &BEYOND);
         release(&other, &WHOLE_FILE);
         assert!(!qemu(&other, WRITES, &[]) && qemu(&other, READS, &[1]));
-        lock(&other, &BEYOND, SHARED, false).unwrap();
+        lock(&other, &BEYOND, READER).unwrap();
     }
 
     #[test]
@@ -282,15 +283,15 @@ mod tests {
             at(UNSHARED_WRITES) != libc::F_UNLCK || at(QEMU_WRITES) == libc::F_WRLCK
         };
         for range in [BEFORE, BEYOND, WHOLE_FILE] {
-            for (from, to) in [(EXCLUSIVE, SHARED), (SHARED, EXCLUSIVE), (SHARED, SHARED)] {
+            for (from, to) in [(WRITER, READER), (READER, WRITER), (READER, READER)] {
                 let mut bytes = vec![libc::F_UNLCK; 512];
-                steps(&range, from, false).iter().for_each(|step| apply(&mut bytes, step));
-                for step in steps(&range, to, false) {
+                steps(&range, from).iter().for_each(|step| apply(&mut bytes, step));
+                for step in steps(&range, to) {
                     assert!(excludes_writers(&bytes));
                     apply(&mut bytes, &step);
                 }
                 let mut fresh = vec![libc::F_UNLCK; 512];
-                steps(&range, to, false).iter().for_each(|step| apply(&mut fresh, step));
+                steps(&range, to).iter().for_each(|step| apply(&mut fresh, step));
                 assert!(excludes_writers(&bytes) && bytes == fresh, "{range:?} {from:?} {to:?}");
             }
         }

@@ -1,7 +1,7 @@
 //! The file of an image: how it is opened, locked and read, and the facts about it that every driver of image files
 //! needs: its alignment, its holes, its current name, and whether I/O on it can bypass the page cache.
 //!
-//! A driver submits I/O to the descriptor that [`ImageFile::ring_file`] returns. Threads that may wait read with
+//! A driver submits I/O to the descriptor that [`ImageFile::file`] has. Threads that may wait read with
 //! [`ImageFile::read_exact_at`] and [`ImageFile::read_padded_at`].
 
 mod claim;

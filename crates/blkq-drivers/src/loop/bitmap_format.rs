@@ -59,7 +59,7 @@ pub(super) struct ImageFingerprint {
 
 impl ImageFingerprint {
     pub fn of(image: &ImageFile, size: u64) -> Result<ImageFingerprint, Error> {
-        let metadata = image.metadata().map_err(|e| image.failed("read", e))?;
+        let metadata = image.file.metadata().map_err(|e| image.failed("read", e))?;
         Ok(ImageFingerprint {
             size,
             modified: (metadata.mtime(), metadata.mtime_nsec()),

@@ -88,7 +88,7 @@ impl BitmapFile {
             return Err(opened.unfit("is not a regular file", "remove it"));
         }
         // Locked as an image is, because the file may be an image that is in use.
-        lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
+        lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false))?;
         Ok(opened)
     }
 
@@ -226,7 +226,7 @@ impl FileBitmaps {
     /// valid after a power loss, and a later write by another program changes it.
     fn final_fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let image = locked(&self.shared.state).file.clone();
-        image.sync_all().map_err(|e| image.failed("flush", e))?;
+        image.file.sync_all().map_err(|e| image.failed("flush", e))?;
         let fingerprint = fingerprint(&self.shared)?;
         fingerprint.wait_until_older();
         Ok(fingerprint)

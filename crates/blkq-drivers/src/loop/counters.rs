@@ -16,8 +16,8 @@ pub(super) struct QueueCounters {
     reads: AtomicU64,
     reads_in_flight_sum: AtomicU64,
     reads_in_flight_max: AtomicU64,
-    turns_in_flight_max: AtomicU64,
-    /// The owner of the queue adds to these with [`add`].
+    /// The owner of the queue changes these with [`add`] and [`raise`].
+    pub turns_in_flight_max: AtomicU64,
     pub writes_joined: AtomicU64,
     pub short_transfers: AtomicU64,
     pub retries: AtomicU64,
@@ -32,19 +32,14 @@ impl QueueCounters {
         add(&self.reads_in_flight_sum, u64::from(in_flight));
         raise(&self.reads_in_flight_max, u64::from(in_flight));
     }
-
-    /// Counts a call of requests that take turns; `in_flight` includes it.
-    pub fn turn(&self, in_flight: usize) {
-        raise(&self.turns_in_flight_max, in_flight as u64);
-    }
 }
 
 /// The counters of a loop device. They may be read while the device is in use.
 pub(super) struct LoopCounters {
     queues: [CachePadded<QueueCounters>; QUEUES_MAX as usize],
-    /// Written only by the queue that has the writer token.
+    /// The queues that write: only the one that has the writer token, so more than 1 is a defect.
     pub writers: AtomicU64,
-    writers_max: AtomicU64,
+    pub writers_max: AtomicU64,
 }
 
 impl LoopCounters {
@@ -58,16 +53,6 @@ impl LoopCounters {
 
     pub fn queue(&self, index: u16) -> &QueueCounters {
         &self.queues[usize::from(index)]
-    }
-
-    /// Counts a queue that begins to write. The count exists to detect a defect: it must never exceed 1.
-    pub fn begin_writing(&self) {
-        let writers = self.writers.fetch_add(1, Relaxed) + 1;
-        self.writers_max.fetch_max(writers, Relaxed);
-    }
-
-    pub fn finish_writing(&self) {
-        self.writers.fetch_sub(1, Relaxed);
     }
 
     /// The current values over all queues, as in [`blkq::Driver::describe`]:
@@ -117,7 +102,7 @@ mod tests {
                         queue.read(read % 8 + 1);
                         add(&queue.writes_joined, 2);
                     }
-                    queue.turn(usize::from(index));
+                    raise(&queue.turns_in_flight_max, u64::from(index));
                     (0..=index).for_each(|_| add(&queue.flushes, 1));
                 });
             }

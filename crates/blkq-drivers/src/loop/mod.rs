@@ -114,8 +114,7 @@ impl LoopDevice {
             ));
         }
         let range = options.offset..options.offset + size;
-        let kind = LockKind::of(options.read_only, options.shared);
-        warnings.extend(image.lock(&range, kind, options.shared)?);
+        warnings.extend(image.lock(&range, LockKind::of(options.read_only, options.shared))?);
         image.set_direct(mode.direct.is_some())?;
         // After the lock, and on the open file: the path may name another file by now.
         if !options.shared {
@@ -414,24 +413,23 @@ impl Driver for LoopDevice {
         let start = self.shared.window.offset;
         let range = start..start + state.size;
         let shared = state.options.shared;
-        let relock = |file: &ImageFile, kind| file.lock(&range, kind, shared);
         if shared && (read_only || state.writable) {
             // A shared device has the same lock for reading and for writing.
         } else if read_only {
             state.file.downgrade(&range);
         } else if state.writable {
-            relock(&state.file, LockKind::Exclusive).inspect_err(|_| state.file.downgrade(&range))?;
+            state.file.lock(&range, LockKind::Writer).inspect_err(|_| state.file.downgrade(&range))?;
         } else {
             let file = state.file.reopen(true)?;
             let tail = self.shared.window.open_tail(&file, true)?;
             file.set_direct(state.mode.direct.is_some())?;
             // The locks of the two open file descriptions conflict with each other, and the image must not be
             // unlocked in between. So the new one first takes a reader's lock beside the old one's.
-            relock(&file, LockKind::Shared)?;
+            file.lock(&range, LockKind::of(true, shared))?;
             state.file.unlock(&WHOLE_FILE);
-            if let Err(error) = relock(&file, LockKind::of(false, shared)) {
+            if let Err(error) = file.lock(&range, LockKind::of(false, shared)) {
                 file.downgrade(&range);
-                relock(&state.file, LockKind::Shared)?;
+                state.file.lock(&range, LockKind::of(true, shared))?;
                 return Err(error);
             }
             state.tail = tail;
@@ -457,9 +455,9 @@ impl Driver for LoopDevice {
             return Err(unsupported(format!("{path} ends at byte {file_size} and cannot grow: {why}")));
         }
         let DriverOptions { read_only, shared, .. } = state.options;
-        state.file.lock(&(window.offset..end), LockKind::of(read_only, shared), shared)?;
+        state.file.lock(&(window.offset..end), LockKind::of(read_only, shared))?;
         if end > file_size
-            && let Err(e) = state.file.set_size(end)
+            && let Err(e) = state.file.file.set_len(end)
         {
             state.file.unlock(&(old_end.min(end)..end));
             return Err(Error::system(format!("cannot extend {path} to {end} bytes"), e)

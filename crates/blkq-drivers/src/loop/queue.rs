@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use blkq::stats::add;
+use blkq::stats::{add, raise};
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{
     BioFlags, Cqe, DriverContext, DriverQueue, Error, FileSlot, IoBuffer, IoResult, Operation, Registrar,
@@ -75,7 +75,7 @@ struct Registered {
 
 impl Registered {
     fn new(file: Arc<ImageFile>, ring: &mut Registrar<'_>) -> Result<Registered, Error> {
-        let slot = ring.register_file(file.ring_file())?;
+        let slot = ring.register_file(file.file.as_fd())?;
         Ok(Registered { file, slot })
     }
 
@@ -187,7 +187,8 @@ impl LoopQueue {
             Operation::Flush => add(&self.counters().flushes, 1),
             _ if in_turn => {
                 if self.calls.is_empty() {
-                    self.shared.counters.begin_writing();
+                    let counters = &self.shared.counters;
+                    counters.writers_max.fetch_max(counters.writers.fetch_add(1, Relaxed) + 1, Relaxed);
                 }
                 add(&self.counters().writes_joined, tags.len() as u64 - 1);
             }
@@ -200,7 +201,7 @@ impl LoopQueue {
             let begin = cx.request(tags[0]).offset();
             let bytes: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
             self.calls.push(Call { first: tags[0], range: begin..begin + bytes });
-            self.counters().turn(self.calls.len());
+            raise(&self.counters().turns_in_flight_max, self.calls.len() as u64);
         }
         self.submit(cx, tags);
     }
@@ -486,7 +487,9 @@ impl LoopQueue {
         match operation {
             Operation::Read => self.reads_in_flight -= 1,
             Operation::Flush => {}
-            _ if in_turn && self.calls.is_empty() => self.shared.counters.finish_writing(),
+            _ if in_turn && self.calls.is_empty() => {
+                self.shared.counters.writers.fetch_sub(1, Relaxed);
+            }
             _ => {}
         }
         for &tag in tags {

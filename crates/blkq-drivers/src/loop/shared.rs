@@ -200,7 +200,7 @@ impl Shared {
             block_device: image.block_device,
             synced,
             synced_by_queues: std::array::from_fn(|_| OnceLock::new()),
-            writer: CachePadded::new(WriterToken::new()),
+            writer: CachePadded::default(),
             wakes: std::array::from_fn(|_| OnceLock::new()),
             counters: LoopCounters::new(),
             discard_by_command: AtomicBool::new(image.block_device),
@@ -261,7 +261,7 @@ impl Shared {
         if let Some(file) = place.get() {
             return Ok(file);
         }
-        let file = self.synced.reopen(false)?.into_file();
+        let file = self.synced.reopen(false)?.file;
         Ok(place.get_or_init(|| file))
     }
 }

@@ -12,15 +12,12 @@ use blkq::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 pub(super) const QUEUES_MAX: u16 = 63;
 const TAKEN: u64 = 1 << 63;
 
+#[derive(Default)]
 pub(super) struct WriterToken {
     word: AtomicU64,
 }
 
 impl WriterToken {
-    pub fn new() -> WriterToken {
-        WriterToken { word: AtomicU64::new(0) }
-    }
-
     /// Takes the token for `queue` and returns true, or registers the queue as a waiter and returns false. A waiter
     /// polls [`WriterToken::was_handed_to`].
     pub fn acquire(&self, queue: u16) -> bool {
@@ -80,7 +77,7 @@ mod tests {
 
     #[test]
     fn the_token_goes_round_all_waiters_and_is_free_afterwards() {
-        let token = WriterToken::new();
+        let token = WriterToken::default();
         assert!(token.acquire(5) && !token.is_wanted());
         for queue in [2, 62, 0] {
             assert!(!token.acquire(queue) && !token.was_handed_to(queue));
@@ -95,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_withdrawal_after_the_hand_over_leaves_the_queue_the_token() {
-        let token = WriterToken::new();
+        let token = WriterToken::default();
         assert!(token.acquire(0) && !token.acquire(1));
         assert_eq!(token.release(0), Some(1));
         assert!(!token.withdraw(1));
@@ -140,7 +137,7 @@ mod model {
     fn loom_one_writer_at_a_time_and_no_waiter_is_forgotten() {
         blkq::sync::model_within(3, "three writers", 0, || {
             let shared = Arc::new(Shared {
-                token: WriterToken::new(),
+                token: WriterToken::default(),
                 kicks: std::array::from_fn(|_| Notify::new()),
                 file: UnsafeCell::new(0),
             });

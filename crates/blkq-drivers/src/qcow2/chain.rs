@@ -86,13 +86,13 @@ fn not_served(backing: &ImageFile, error: &Error) -> Error {
 /// Reads a table of big-endian numbers, which is completely in the file.
 pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
-    backing.read_exact_at(&mut bytes, offset, None).map_err(|e| backing.failed("read", e))?;
+    backing.read_exact_at(&mut bytes, offset).map_err(|e| backing.failed("read", e))?;
     Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
 }
 
 /// Reads the beginning of an image of which no size is known yet.
 fn read_start(image: &ImageFile, bytes: &mut [u8]) -> Result<(), Error> {
-    image.read_padded_at(bytes, 0, 0, None).map_err(|e| image.failed("read", e))
+    image.read_padded_at(bytes, 0, 0).map_err(|e| image.failed("read", e))
 }
 
 /// Opens the backing files of `top`. Returns the chain: `top`, and its backing files in order from the nearest.
@@ -122,7 +122,7 @@ pub(super) fn open_chain(
             return Err(malformed(format!("the backing chain of {shown} contains {twice} twice")));
         }
         // The lock comes before the tables are read, because another process may be changing them.
-        backing.lock(&LOCKED, LockKind::Shared, false)?;
+        backing.lock(&LOCKED, LockKind::Reader)?;
         let opened = read_one(&last.file.path, &name, backing)?;
         if let (Some(header), Some(all)) = (opened.header(), journals) {
             journal::check_base(all, &opened.file, header.tag, last.file.identity)?;

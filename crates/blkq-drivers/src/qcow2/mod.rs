@@ -115,8 +115,8 @@ impl Qcow2 {
             return Err(invalid(message));
         }
         let file = ImageFile::open(&options.path, options.read_only)?;
-        let kind = LockKind::of(options.read_only, false);
-        let mut warnings = Vec::from_iter(file.lock(&LOCKED, kind, options.shared)?);
+        let kind = LockKind::of(options.read_only, options.shared);
+        let mut warnings = Vec::from_iter(file.lock(&LOCKED, kind)?);
         if !options.shared {
             file.check_unclaimed(&LOCKED, options.read_only)?;
         }

@@ -74,7 +74,7 @@ pub fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Loaded<Layou
         // The buffer suits direct I/O.
         let length = (range.end - range.start) as usize;
         let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
-        file.read_padded_at(&mut buffer, range.start, range.end, None).map_err(|e| file.failed("read", e))?;
+        file.read_padded_at(&mut buffer, range.start, range.end).map_err(|e| file.failed("read", e))?;
         Ok(buffer[..length].to_vec())
     };
     if extension.directory_bytes > DIRECTORY_MAX_BYTES {

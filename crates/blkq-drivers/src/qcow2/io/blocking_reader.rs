@@ -154,7 +154,7 @@ impl BlockingReader {
     fn read_file(&self, layer: usize, offset: u64, bytes: usize) -> io::Result<IoBuffer> {
         let file_bytes = lock(&self.shared.state).layers[layer].file_bytes;
         let mut buffer = IoBuffer::zeroed(bytes);
-        self.shared.files[layer].read_padded_at(&mut buffer, offset, file_bytes, None)?;
+        self.shared.files[layer].read_padded_at(&mut buffer, offset, file_bytes)?;
         Ok(buffer)
     }
 }

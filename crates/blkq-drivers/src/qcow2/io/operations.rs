@@ -141,7 +141,7 @@ impl Op {
     /// Performs the operation with a system call; of a transfer at least a part of the first piece. Returns the result
     /// as io_uring does: the count, or a negative errno.
     pub fn perform(&self, files: &[Arc<ImageFile>]) -> i32 {
-        let file = files[self.layer].ring_file().as_raw_fd();
+        let file = files[self.layer].file.as_raw_fd();
         let Range { start, end } = self.rest();
         let (Ok(offset), Ok(bytes)) = (i64::try_from(start), i64::try_from(end - start)) else {
             return -libc::EINVAL;

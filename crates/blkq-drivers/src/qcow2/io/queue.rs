@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -50,7 +51,7 @@ impl Qcow2Queue {
         ring.require(&OPERATIONS)?;
         let mut slots = Vec::with_capacity(shared.files.len());
         for file in &shared.files {
-            let slot = ring.register_file(file.ring_file());
+            let slot = ring.register_file(file.file.as_fd());
             let slot = slot.inspect_err(|_| slots.iter_mut().for_each(|slot| ring.unregister_file(slot)))?;
             slots.push(slot);
         }

@@ -444,9 +444,9 @@ impl Qcow2 {
             )));
         }
         // The locks overlap, so that no writer can lock the base in between.
-        lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
+        lock::acquire(base, &path, &LOCKED, LockKind::Reader)?;
         file.unlock(&LOCKED);
-        if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Exclusive, false) {
+        if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Writer) {
             return Err(self.after_unlock(base, error));
         }
         Ok(path)
@@ -456,7 +456,7 @@ impl Qcow2 {
     /// fails, writers may lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
-        self.shared.files[1].lock(&LOCKED, LockKind::Shared, false).map(drop)
+        self.shared.files[1].lock(&LOCKED, LockKind::Reader).map(drop)
     }
 
     /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that

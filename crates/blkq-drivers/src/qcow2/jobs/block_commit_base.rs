@@ -62,14 +62,14 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
         read_header(&mut found)?;
     }
     let base = found.reopen(true)?;
-    let synced = found.reopen(false)?.into_file();
+    let synced = found.reopen(false)?.file;
     base.check_unclaimed(&LOCKED, false)?;
-    base.lock(&LOCKED, LockKind::Shared, false)?;
+    base.lock(&LOCKED, LockKind::Reader)?;
     Ok(OpenedBase {
         path: base.path.clone(),
         qcow2,
         has_bitmap_file: !qcow2 && !base.block_device,
-        files: BaseFiles { image: base.into_file(), synced, bitmaps: None },
+        files: BaseFiles { image: base.file, synced, bitmaps: None },
     })
 }
 
@@ -153,8 +153,8 @@ impl Qcow2 {
             // The queue needs an open file description that nothing else uses for syncs, such as that of the overlay. A
             // confined process cannot open another.
             let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
-            let own = self.shared.files[1].ring_file().try_clone_to_owned().map_err(cannot)?;
-            let synced = (files.synced, File::from(own));
+            let own = self.shared.files[1].file.try_clone().map_err(cannot)?;
+            let synced = (files.synced, own);
             return LoopDevice::of_base(files.image, synced, files.bitmaps, path, size, terms)
                 .map(|raw| Target::Raw(Box::new(raw)));
         }

@@ -117,7 +117,7 @@ fn find_leaked(file: &ImageFile, state: &State, deadline: Instant) -> Result<Vec
 /// Fails with [`blkq::ErrorKind::Unsupported`] if the header has what blkq does not know and may own clusters.
 fn check_known(file: &ImageFile, header: &Header) -> Result<(), Error> {
     let mut head = vec![0; header.cluster_bytes() as usize];
-    file.read_padded_at(&mut head, 0, 0, None).map_err(|e| file.failed("read", e))?;
+    file.read_padded_at(&mut head, 0, 0).map_err(|e| file.failed("read", e))?;
     if header.autoclear & !AUTOCLEAR_BITMAPS != 0 {
         return Err(unsupported("it has an unknown autoclear feature"));
     }
@@ -186,7 +186,7 @@ impl References<'_> {
         for _ in 0..header.snapshots {
             let mut entry = [0; SNAPSHOT_BYTES as usize];
             self.file
-                .read_padded_at(&mut entry, at, 0, None)
+                .read_padded_at(&mut entry, at, 0)
                 .map_err(|e| self.file.failed("read a snapshot of", e))?;
             let (l1_offset, l1_bytes) = (u64_at(&entry, 0), u64::from(u32_at(&entry, 8)) * 8);
             let (names, extra) = (u32_at(&entry, 12), u64::from(u32_at(&entry, 36)));
@@ -257,7 +257,7 @@ impl References<'_> {
         for extent in self.file.extents(offset, 512, 0..bytes, usize::MAX, u64::MAX).map_err(failed)? {
             if !extent.hole {
                 let mut part = vec![0; extent.length as usize];
-                self.file.read_padded_at(&mut part, offset + at, 0, None).map_err(failed)?;
+                self.file.read_padded_at(&mut part, offset + at, 0).map_err(failed)?;
                 parts.push((at as usize, part));
             }
             at += extent.length;

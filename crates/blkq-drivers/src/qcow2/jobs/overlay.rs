@@ -14,7 +14,7 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
 use crate::errors::{invalid, malformed, unsupported};
-use crate::image_file::{ImageFile, LockKind, check_not_longer};
+use crate::image_file::{ImageFile, LockKind, check_not_longer, name_now};
 use crate::options::{ImageFormat, Journals};
 use crate::qcow2::chain::{self, LOCKED, OverlayBase, check_is_no_link};
 use crate::qcow2::format::header::{
@@ -221,14 +221,14 @@ impl Qcow2 {
                 chain::DEPTH_MAX
             )));
         }
-        top.lock(&LOCKED, LockKind::Exclusive, false)?;
+        top.lock(&LOCKED, LockKind::Writer)?;
         let Some(layer) = below.chain.first() else {
             return Err(invalid("the new overlay has no backing file"));
         };
         check_is_no_link(&layer.file.path)?;
         let base = Base { path: path_of(&layer.file)?, qcow2: layer.tables.is_some(), size: below.size };
         let cannot = |e| Error::system("cannot duplicate a descriptor of the new image", e);
-        let file = File::from(top.ring_file().try_clone_to_owned().map_err(cannot)?);
+        let file = top.file.try_clone().map_err(cannot)?;
         base.write_overlay(&file, path.parent().unwrap_or(Path::new("/")))?;
         top.sync().map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         Qcow2::on_top(Layer::with_tables(top)?, below, journals, None)
@@ -267,9 +267,9 @@ impl Qcow2 {
 /// The current path of `file`. Fails with [`blkq::ErrorKind::Unsupported`] if no path leads to the file any longer.
 pub fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     let path = &file.path;
-    let found = file.metadata().ok().and_then(|mine| {
+    let found = file.file.metadata().ok().and_then(|mine| {
         // The old path comes first: it may be a symbolic link that must be kept (`prefer_link`).
-        let names = [Some(path.to_owned()), file.name_now()];
+        let names = [Some(path.to_owned()), name_now(&file.file)];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
         };
