@@ -1,13 +1,12 @@
 //! The loop driver: serves a regular file or a block device as raw data, with direct I/O or through the page
 //! cache.
 //!
-//! - `queue`: the data path of one queue. `writer` is the token that admits one writing queue at a time, `counters` the
-//!   statistics, `shared` the state that the queues share. The image itself is an `image_file`.
+//! - `queue`: the data path of one queue. `writer` is the token that admits one writing queue at a time, `shared`
+//!   the state that the queues share, with the statistics. The image itself is an `image_file`.
 //! - `bitmaps`: the persistent dirty bitmaps in a file beside the image, in the format of `bitmap_format`.
 
 mod bitmap_format;
 mod bitmaps;
-mod counters;
 mod queue;
 mod shared;
 #[cfg(all(test, not(model_check)))]

@@ -26,8 +26,7 @@ use io_uring::{opcode, squeue, types};
 
 use crate::image_file::{ImageFile, OPERATIONS};
 
-use super::counters::QueueCounters;
-use super::shared::{QueueSettings, REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
+use super::shared::{QueueCounters, QueueSettings, REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 
 /// Largest call that writes several requests, in bytes: no larger than one request may be.
 const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;

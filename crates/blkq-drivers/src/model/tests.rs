@@ -122,3 +122,21 @@ fn contradictory_limits_are_rejected() {
     options.limits.capacity_bytes = 1024;
     assert!(Model::new(options).is_ok());
 }
+
+#[test]
+fn continuing_the_last_request_costs_no_seek() {
+    let model = SeekModel::default();
+    let follow = model.cost_ns(4096, 4096, 4096, 1 << 30);
+    assert_eq!(follow, model.command_ns + 4096 * 1_000_000_000 / model.bytes_per_second);
+    let near = model.cost_ns(4096, 12288, 4096, 1 << 30);
+    let far = model.cost_ns(4096, 1 << 29, 4096, 1 << 30);
+    assert!(follow < near && near < far, "{follow} {near} {far}");
+}
+
+#[test]
+fn one_merged_write_costs_less_than_its_parts() {
+    let model = SeekModel::default();
+    let merged = model.cost_ns(0, 1 << 20, 128 << 10, 1 << 30);
+    let scattered: u64 = (0..32).map(|i| model.cost_ns(0, (1 << 20) + i * 4096, 4096, 1 << 30)).sum();
+    assert!(scattered > 10 * merged);
+}

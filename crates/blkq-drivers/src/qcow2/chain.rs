@@ -14,7 +14,7 @@ use crate::errors::{malformed, unsupported};
 use crate::image_file::{ClientTerms, DirectAlign, ImageFile, LockKind, RawImage, WHOLE_FILE, name_now};
 use crate::options::{BackingChain, Journals};
 
-use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
+use super::format::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
 use super::journal;
 use super::tables::state::{Layer, Tables};
 
@@ -87,7 +87,7 @@ fn not_served(backing: &ImageFile, error: &Error) -> Error {
 pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
     backing.read_exact_at(&mut bytes, offset).map_err(|e| backing.failed("read", e))?;
-    Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
+    Ok(bytes.chunks_exact(8).map(|entry| super::format::u64_at(entry, 0)).collect())
 }
 
 /// Reads the beginning of an image of which no size is known yet.

@@ -27,7 +27,7 @@ use rustix::mm::ProtFlags;
 use crate::errors::{invalid, unsupported};
 use crate::image_file::ImageFile;
 use crate::options::Journals;
-use crate::qcow2::format::entry::SLICE_MAX_BYTES;
+use crate::qcow2::format::SLICE_MAX_BYTES;
 
 /// The bytes `blkqjnl` and the version of the format.
 const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");

@@ -10,9 +10,9 @@ use blkq::{Error, ErrorKind, IoBuffer};
 use crate::bitmaps::Loaded;
 use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
-use crate::qcow2::format::header::{
+use crate::qcow2::format::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, EXTENSION_HEAD_BYTES, Extension,
-    Header, NAME_OFFSET_AT, bitmaps_extension, extensions, u32_at, u64_at,
+    Header, NAME_OFFSET_AT, OFFSET, bitmaps_extension, extensions, u32_at, u64_at,
 };
 
 /// Largest bitmap directory in bytes, over ten times what the most bitmaps of a device need. QEMU's limit of
@@ -31,7 +31,6 @@ const FLAG_EXTRA_COMPATIBLE: u32 = 1 << 2;
 const TYPE_DIRTY: u8 = 1;
 /// An entry of a bitmap table without a cluster that means: all bits are set.
 const ALL_ONES: u64 = 1;
-const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bytes that a disk writes completely or not at all, even if the power fails.
 const SECTOR_BYTES: usize = 512;
 const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
@@ -428,7 +427,7 @@ fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
 #[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
-    use crate::qcow2::format::header::{BackingName, MAGIC};
+    use crate::qcow2::format::{BackingName, MAGIC};
 
     fn entry(name: &[u8], clusters: u32, extra: &[u8]) -> Vec<u8> {
         let mut bytes = (1u64 << 16).to_be_bytes().to_vec();

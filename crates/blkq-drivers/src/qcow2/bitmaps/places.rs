@@ -8,7 +8,7 @@ use std::sync::Arc;
 use blkq::bitmap::Bitmap;
 use blkq::{IoBuffer, IoResult, Status};
 
-use crate::qcow2::format::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
+use crate::qcow2::format::{AUTOCLEAR_BITMAPS, BitmapsExtension};
 use crate::qcow2::io::allocate::{Clusters, allocate_apart, change_header, free_unused};
 use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::{flush_metadata, refcount_of, sync};

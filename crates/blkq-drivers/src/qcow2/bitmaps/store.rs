@@ -11,7 +11,7 @@ use blkq::{Error, ErrorKind, Status};
 
 use crate::bitmaps::{BitmapFormat, Loaded};
 use crate::errors::{malformed, unsupported};
-use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension};
+use crate::qcow2::format::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension};
 use crate::qcow2::io::allocate::change_header;
 use crate::qcow2::io::env::{self, Env, Shared};
 use crate::qcow2::io::flush_metadata::sync;

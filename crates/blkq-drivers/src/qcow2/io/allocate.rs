@@ -4,8 +4,7 @@
 
 use blkq::{IoBuffer, IoResult, Status};
 
-use crate::qcow2::format::entry::{COPIED, table_offset};
-use crate::qcow2::format::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
+use crate::qcow2::format::{COPIED, REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES, table_offset};
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::state::{
     NewTable, NotReady, State, Tables, allocate_refcounts, refcount, refcount_place, set_refcount,

@@ -2,7 +2,7 @@
 
 use blkq::{IoBuffer, IoResult, Status};
 
-use crate::qcow2::format::header::SIZE_AT;
+use crate::qcow2::format::SIZE_AT;
 use crate::qcow2::tables::state::{State, Tables};
 
 use super::allocate::change_header;

@@ -3,7 +3,6 @@
 
 pub(super) mod allocate;
 pub(super) mod blocking_reader;
-pub(super) mod changes;
 pub(super) mod env;
 pub(super) mod flush_metadata;
 pub(super) mod grow;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use blkq::{IoResult, Status};
 
-use crate::qcow2::format::entry::{COPIED, Entry};
+use crate::qcow2::format::{COPIED, Entry};
 use crate::qcow2::tables::state::{NotReady, State};
 
 use super::allocate::{Clusters, allocate, free_unused, reserve, until_ready};

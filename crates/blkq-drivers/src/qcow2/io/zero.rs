@@ -3,7 +3,7 @@
 
 use blkq::{IoResult, Status};
 
-use crate::qcow2::format::entry::{Entry, ZERO};
+use crate::qcow2::format::{Entry, ZERO};
 use crate::qcow2::tables::state::{NotReady, State};
 
 use super::allocate::until_ready;

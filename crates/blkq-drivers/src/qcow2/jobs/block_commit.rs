@@ -14,7 +14,7 @@
 //!    entry into a zero entry, and never into an unallocated one.
 //!
 //! These rules also allow a copy to race with a client's write. No client can read the result, and the region
-//! is copied again, because the write is recorded in [`Changes`](crate::qcow2::io::changes::Changes).
+//! is copied again, because the write is recorded in [`Changes`](crate::qcow2::io::env::Changes).
 //!
 //! # Passes
 //!
@@ -44,7 +44,7 @@ use crate::options::Journals;
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{BackingFile, LOCKED};
 use crate::qcow2::io::blocking_reader::BlockingReader;
-use crate::qcow2::io::changes::{map_for, next_changed};
+use crate::qcow2::io::env::{map_for, next_changed};
 use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
 use crate::qcow2::io::operations::Op;
 use crate::qcow2::tables::state::{Found, set_refcount};

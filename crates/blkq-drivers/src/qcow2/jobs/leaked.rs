@@ -13,10 +13,9 @@ use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
 use crate::qcow2::Qcow2;
 use crate::qcow2::bitmaps::format::read as read_bitmaps;
-use crate::qcow2::format::entry::{Entry, table_offset};
-use crate::qcow2::format::header::{
-    AUTOCLEAR_BITMAPS, EXTENSION_BACKING_FORMAT, EXTENSION_BITMAPS, EXTENSION_FEATURE_NAMES, Header,
-    L1_MAX_BYTES, SNAPSHOT_BYTES, SNAPSHOT_EXTRA_MAX_BYTES, extensions, u32_at, u64_at,
+use crate::qcow2::format::{
+    AUTOCLEAR_BITMAPS, EXTENSION_BACKING_FORMAT, EXTENSION_BITMAPS, EXTENSION_FEATURE_NAMES, Entry, Header,
+    L1_MAX_BYTES, SNAPSHOT_BYTES, SNAPSHOT_EXTRA_MAX_BYTES, extensions, table_offset, u32_at, u64_at,
 };
 use crate::qcow2::io::allocate::{Clusters, free_unused};
 use crate::qcow2::io::flush_metadata::sync;

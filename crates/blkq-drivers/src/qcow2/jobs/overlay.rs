@@ -17,9 +17,7 @@ use crate::errors::{invalid, malformed, unsupported};
 use crate::image_file::{ImageFile, LockKind, check_not_longer, name_now};
 use crate::options::{ImageFormat, Journals};
 use crate::qcow2::chain::{self, LOCKED, OverlayBase, check_is_no_link};
-use crate::qcow2::format::header::{
-    EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES,
-};
+use crate::qcow2::format::{EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 use crate::qcow2::journal;
 use crate::qcow2::tables::state::Layer;
 use crate::qcow2::{Qcow2, check_repaired, choose_file_mode, open_writer, slice_bytes};
@@ -283,7 +281,7 @@ pub fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
 #[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
-    use crate::qcow2::format::header::Header;
+    use crate::qcow2::format::Header;
 
     #[test]
     fn a_new_image_has_a_valid_header() {

@@ -10,8 +10,7 @@ use blkq::{Error, ErrorKind, Status};
 
 use crate::errors::{malformed, unsupported};
 use crate::options::Journals;
-use crate::qcow2::format::entry::{Entry, OFFSET};
-use crate::qcow2::format::header::TAG_AT;
+use crate::qcow2::format::{Entry, OFFSET, TAG_AT};
 use crate::qcow2::io::allocate::{self, until_ready};
 use crate::qcow2::io::env::Env;
 use crate::qcow2::journal::{self, Journal, Left, Record};

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::qcow2::format::header::u64_at;
+use crate::qcow2::format::u64_at;
 
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
 pub const CACHE_BYTES: usize = 8 << 20;

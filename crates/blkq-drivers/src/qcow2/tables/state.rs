@@ -9,8 +9,7 @@ use std::sync::Arc;
 use blkq::Status;
 
 use crate::image_file::ImageFile;
-use crate::qcow2::format::entry::{COPIED, Entry, OFFSET, table_offset};
-use crate::qcow2::format::header::{Header, u64_at};
+use crate::qcow2::format::{COPIED, Entry, Header, OFFSET, table_offset, u64_at};
 use crate::qcow2::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
 
 use super::cache::{Cache, Key, Table};

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
 
 use super::*;
-use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
+use crate::qcow2::format::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
 
 const CLUSTER: usize = 65536;
 

@@ -7,7 +7,7 @@ use blkq::{Bio, Disk, IoBuffer, Sector};
 use super::data::exercise;
 use super::*;
 use crate::ImageFormat;
-use crate::qcow2::format::header::L1_AT;
+use crate::qcow2::format::L1_AT;
 use crate::qcow2::jobs::block_commit_base::open_base;
 
 fn error(options: &DriverOptions) -> Error {

@@ -8,8 +8,7 @@ use blkq::random::Random;
 
 use super::kill::die;
 use super::*;
-use crate::qcow2::format::entry::COPIED;
-use crate::qcow2::format::header::{AUTOCLEAR_AT, L1_AT, REFCOUNT_TABLE_AT, TAG_AT};
+use crate::qcow2::format::{AUTOCLEAR_AT, COPIED, L1_AT, REFCOUNT_TABLE_AT, TAG_AT};
 
 const CLUSTER: u64 = 65536;
 

@@ -14,7 +14,7 @@ use super::kill::die;
 use super::*;
 use crate::qcow2::bitmaps::format::BitmapEntry;
 use crate::qcow2::bitmaps::places::{Places, exchange};
-use crate::qcow2::format::header::TAG_AT;
+use crate::qcow2::format::TAG_AT;
 use crate::qcow2::io::env::Env;
 use crate::qcow2::io::flush_metadata::flush_metadata;
 use crate::qcow2::io::operations::{Action, Executor, Memory, Op};
