@@ -5,8 +5,7 @@ use std::sync::Arc;
 use blkq::{Driver, Error, ErrorKind};
 
 use crate::errors::unsupported;
-use crate::r#loop::LoopDevice;
-use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
+use crate::qcow2::{CommitSource, OverlayBase, Target};
 
 /// A device that was opened.
 pub struct Opened {
@@ -23,36 +22,21 @@ impl Opened {
     }
 }
 
-impl From<LoopDevice> for Opened {
-    fn from(device: LoopDevice) -> Opened {
-        let device = Arc::new(device);
-        Opened { driver: device.clone(), image: Some(Image::Raw(device)) }
-    }
-}
-
-impl From<Qcow2> for Opened {
-    fn from(device: Qcow2) -> Opened {
-        let device = Arc::new(device);
-        Opened { driver: device.clone(), image: Some(Image::Qcow2(device)) }
-    }
-}
-
 impl From<Target> for Opened {
     fn from(target: Target) -> Opened {
-        match target {
-            Target::Raw(raw) => (*raw).into(),
-            Target::Qcow2(qcow2) => (*qcow2).into(),
-        }
+        let driver: Arc<dyn Driver> = match &target {
+            Target::Raw(raw) => raw.clone(),
+            Target::Qcow2(qcow2) => qcow2.clone(),
+        };
+        Opened { driver, image: Some(Image::Served(target)) }
     }
 }
 
 /// An image that a driver serves. Every method may block, so control threads call them, and never an engine.
 #[derive(Clone)]
 pub enum Image {
-    /// A raw image.
-    Raw(Arc<LoopDevice>),
-    /// A qcow2 image.
-    Qcow2(Arc<Qcow2>),
+    /// A raw or qcow2 image.
+    Served(Target),
     /// An image in which faults are injected. The fault driver cannot exchange the driver that it wraps, so the device
     /// cannot switch to another image.
     Faulty,
@@ -60,15 +44,15 @@ pub enum Image {
 
 impl Image {
     /// Makes all writes durable, and returns the image as the backing file of an overlay
-    /// ([`Qcow2::over`]). The disk must be frozen.
+    /// ([`Qcow2::over`](crate::qcow2::Qcow2::over)). The disk must be frozen.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the image cannot become a backing file, for example because only a part of it is
     /// served or it is read-only; [`ErrorKind::FaultInjection`] while faults are injected; the I/O errors of the files.
     pub fn overlay_base(&self) -> Result<OverlayBase, Error> {
         match self {
-            Image::Raw(raw) => raw.raw_image().map(OverlayBase::of_raw),
-            Image::Qcow2(qcow2) => qcow2.overlay_base(),
+            Image::Served(Target::Raw(raw)) => raw.raw_image().map(OverlayBase::of_raw),
+            Image::Served(Target::Qcow2(qcow2)) => qcow2.overlay_base(),
             Image::Faulty => Err(faulty()),
         }
     }
@@ -80,8 +64,8 @@ impl Image {
     /// its backing file was deleted; [`ErrorKind::FaultInjection`] while faults are injected.
     pub fn commit_source(&self) -> Result<CommitSource, Error> {
         match self {
-            Image::Raw(raw) => Err(no_backing_file(raw.name())),
-            Image::Qcow2(qcow2) => CommitSource::new(qcow2.clone()),
+            Image::Served(Target::Raw(raw)) => Err(no_backing_file(raw.name())),
+            Image::Served(Target::Qcow2(qcow2)) => CommitSource::new(qcow2.clone()),
             Image::Faulty => Err(faulty()),
         }
     }
@@ -94,8 +78,8 @@ impl Image {
     /// converted nevertheless.
     pub fn supersede(&self) -> Result<(), Error> {
         match self {
-            Image::Raw(raw) => raw.supersede(),
-            Image::Qcow2(qcow2) => qcow2.supersede()?,
+            Image::Served(Target::Raw(raw)) => raw.supersede(),
+            Image::Served(Target::Qcow2(qcow2)) => qcow2.supersede()?,
             Image::Faulty => return Err(faulty()),
         }
         Ok(())
@@ -126,6 +110,7 @@ mod tests {
     use blkq::drivers::ram::Ram;
 
     use super::*;
+    use crate::r#loop::LoopDevice;
     use crate::{DriverOptions, DriverSpec, ImageFormat, open};
 
     fn kind<T>(result: Result<T, Error>) -> Option<ErrorKind> {
@@ -142,7 +127,8 @@ mod tests {
     #[test]
     fn a_raw_image_has_no_backing_file() {
         let path = image("raw");
-        let opened = Opened::from(LoopDevice::open(&DriverOptions::new(&path)).unwrap());
+        let opened =
+            Opened::from(Target::Raw(Arc::new(LoopDevice::open(&DriverOptions::new(&path)).unwrap())));
         assert_eq!(kind(opened.image.unwrap().commit_source()), Some(ErrorKind::Unsupported));
         std::fs::remove_file(path).unwrap();
     }

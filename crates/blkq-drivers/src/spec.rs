@@ -18,7 +18,7 @@ use crate::r#loop::LoopDevice;
 use crate::options::{
     DirectIo, Dispatch, DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES, check_logical_block,
 };
-use crate::qcow2::Qcow2;
+use crate::qcow2::{Qcow2, Target};
 use crate::rbd::{Rbd, RbdSpec};
 
 /// The driver and the image of a device, parsed from text such as `disk.img` or `ram:1G`.
@@ -116,10 +116,10 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
         DriverSpec::Image(path) => {
             let options = DriverOptions { path: path.clone(), ..options.clone() };
             if options.format != ImageFormat::Qcow2 {
-                return Ok(LoopDevice::open(&options)?.into());
+                return Ok(Target::Raw(Arc::new(LoopDevice::open(&options)?)).into());
             }
             refuse_file_options("qcow2", true, &options)?;
-            Ok(Qcow2::open(&options)?.into())
+            Ok(Target::Qcow2(Arc::new(Qcow2::open(&options)?)).into())
         }
     }
 }

@@ -29,7 +29,7 @@ use blkq::sync::lock;
 use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
-use blkq_drivers::qcow2::{BaseFiles, Qcow2};
+use blkq_drivers::qcow2::{BaseFiles, Qcow2, Target};
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
@@ -406,7 +406,8 @@ impl Device {
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
         let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
-        let next = Opened::from(Qcow2::over(image.overlay_base()?, file, path, running.journals.as_deref())?);
+        let overlay = Qcow2::over(image.overlay_base()?, file, path, running.journals.as_deref())?;
+        let next = Opened::from(Target::Qcow2(Arc::new(overlay)));
         exchange.check(&*next.driver)?;
         let no_journals = "the directory of journals was not available when the device was attached";
         running.check_outlives(&*next.driver, running.journals.is_none().then_some(no_journals))?;

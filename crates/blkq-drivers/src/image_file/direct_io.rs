@@ -58,12 +58,13 @@ pub(crate) fn choose_mode(
     buffered(requested, path, reason, kind)
 }
 
-/// Fails with [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O.
-pub(crate) fn choose_buffered(requested: DirectIo, path: &Path, reason: String) -> Result<Mode, Error> {
-    buffered(requested, path, reason, ErrorKind::NoDirectIo)
-}
-
-fn buffered(requested: DirectIo, path: &Path, reason: String, kind: ErrorKind) -> Result<Mode, Error> {
+/// Buffered I/O because of `reason`. Fails with `kind` if `requested` demands direct I/O.
+pub(crate) fn buffered(
+    requested: DirectIo,
+    path: &Path,
+    reason: String,
+    kind: ErrorKind,
+) -> Result<Mode, Error> {
     match requested {
         DirectIo::On => Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display()))),
         _ => Ok(Mode { direct: None, reason }),
@@ -102,6 +103,6 @@ impl ClientTerms {
             "it requires an alignment of {align} bytes, but the device's clients align to {} bytes",
             self.memory_align
         );
-        choose_buffered(self.requested, path, reason)
+        buffered(self.requested, path, reason, ErrorKind::NoDirectIo)
     }
 }

@@ -152,10 +152,6 @@ impl ImageFile {
         Ok(())
     }
 
-    pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.file.write_all_at(bytes, offset)
-    }
-
     /// Zeroes `range`, and frees its space if the file system can punch holes.
     pub fn zero(&self, range: Range<u64>) -> io::Result<()> {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -167,7 +163,7 @@ impl ImageFile {
         let zeroes = IoBuffer::zeroed(ZEROES_BYTES.min((range.end - range.start) as usize));
         for at in range.clone().step_by(ZEROES_BYTES) {
             let bytes = ZEROES_BYTES.min((range.end - at) as usize);
-            self.write_all_at(&zeroes[..bytes], at)?;
+            self.file.write_all_at(&zeroes[..bytes], at)?;
         }
         Ok(())
     }

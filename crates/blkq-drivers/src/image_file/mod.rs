@@ -10,7 +10,7 @@ mod file;
 pub(crate) mod lock;
 mod probe;
 
-pub(crate) use direct_io::{ClientTerms, Mode, choose_buffered, choose_mode};
+pub(crate) use direct_io::{ClientTerms, Mode, buffered, choose_mode};
 pub use file::link_elsewhere;
 pub(crate) use file::{
     ImageFile, ImageName, OPERATIONS, RawImage, check_not_longer, check_write_access, sync,

@@ -72,16 +72,6 @@ impl BitmapFile {
         Err(malformed(format!("{} is not a bitmap file; it is left unchanged", opened.path.display())))
     }
 
-    /// Takes `file`, a new bitmap file of `image`, which is open, and locks it. Fails with [`ErrorKind::Invalid`] if it
-    /// is not empty or not a regular file, and with [`ErrorKind::Busy`] if it is in use.
-    fn new(file: File, image: &Path) -> Result<BitmapFile, Error> {
-        let created = BitmapFile::lock(file, image, false)?;
-        match created.metadata()?.len() {
-            0 => Ok(created),
-            _ => Err(created.unfit("is not empty and not a bitmap file of this image", "remove it")),
-        }
-    }
-
     fn lock(file: File, image: &Path, read_only: bool) -> Result<BitmapFile, Error> {
         let opened = BitmapFile { file, path: path_for(image), slot: 0 };
         if !opened.metadata()?.is_file() {
@@ -180,20 +170,17 @@ pub(super) struct FileBitmaps {
 
 impl FileBitmaps {
     /// Opens the bitmap file of an image. If it cannot be used, it is left unchanged, and a warning is returned.
-    pub fn open(shared: &Arc<Shared>, options: &DriverOptions) -> (FileBitmaps, Option<String>) {
-        FileBitmaps::new(shared, options, || BitmapFile::open(shared.path(), options.read_only))
+    pub fn open(shared: &Arc<Shared>) -> (FileBitmaps, Option<String>) {
+        let read_only = locked(&shared.state).options.read_only;
+        FileBitmaps::new(shared, || BitmapFile::open(shared.path(), read_only))
     }
 
     /// Takes `file`, the open bitmap file of an image that the device will write to, and marks its bitmaps as in use.
     /// If the file cannot be used, it is left unchanged, and a warning is returned.
-    pub fn take(
-        shared: &Arc<Shared>,
-        options: &DriverOptions,
-        file: Option<File>,
-    ) -> Result<(FileBitmaps, Option<String>), Error> {
+    pub fn take(shared: &Arc<Shared>, file: Option<File>) -> Result<(FileBitmaps, Option<String>), Error> {
         let fingerprint = fingerprint(shared)?;
         let mut marked = Ok(());
-        let taken = FileBitmaps::new(shared, options, || {
+        let taken = FileBitmaps::new(shared, || {
             let Some(file) = file else { return Ok(None) };
             let mut file = BitmapFile::of_image(file, shared.path(), false)?;
             let bitmaps = file.load(fingerprint)?;
@@ -205,13 +192,13 @@ impl FileBitmaps {
 
     fn new(
         shared: &Arc<Shared>,
-        options: &DriverOptions,
         open: impl FnOnce() -> Result<Option<BitmapFile>, Error>,
     ) -> (FileBitmaps, Option<String>) {
+        let DriverOptions { offset, size_limit, shared: is_shared, .. } = locked(&shared.state).options;
         let reasons = [
             (shared.block_device, "it is a block device"),
-            (options.offset != 0 || options.size_limit.is_some(), "the device serves only a part of it"),
-            (options.shared, "it is shared, and other processes may write to it"),
+            (offset != 0 || size_limit.is_some(), "the device serves only a part of it"),
+            (is_shared, "it is shared, and other processes may write to it"),
         ];
         let unsupported = reasons.into_iter().find(|(is, _)| *is).map(|(_, why)| why);
         let opened = if unsupported.is_some() { Ok(None) } else { open() };
@@ -304,7 +291,12 @@ impl BitmapFormat for FileBitmaps {
         let mut place = locked(&self.file);
         match checked {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                *place = Some(BitmapFile::new(file, self.path())?);
+                let created = BitmapFile::lock(file, self.path(), false)?;
+                if created.metadata()?.len() > 0 {
+                    let why = "is not empty and not a bitmap file of this image";
+                    return Err(created.unfit(why, "remove it"));
+                }
+                *place = Some(created);
                 Ok(())
             }
             Ok(()) => match &*place {
@@ -361,7 +353,7 @@ mod tests {
     fn a_kill_before_the_first_bitmap_is_marked_leaves_no_bitmaps() {
         let image = std::env::temp_dir().join(format!("blkq-bitmap-file-{}", std::process::id()));
         let path = path_for(&image);
-        let mut file = BitmapFile::new(File::create_new(&path).unwrap(), &image).unwrap();
+        let mut file = BitmapFile::lock(File::create_new(&path).unwrap(), &image, false).unwrap();
         let bitmap = Bitmap::new("b", 512, FINGERPRINT.size, BitmapState::Recording).unwrap();
         file.reserve(&[&bitmap], FINGERPRINT).unwrap();
         drop(file);

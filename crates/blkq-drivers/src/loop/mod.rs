@@ -15,6 +15,7 @@ mod writer;
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -124,7 +125,7 @@ impl LoopDevice {
         }
         let synced = image.reopen(false)?;
         let shared = Shared::new(image, synced, window, options, mode, size)?;
-        let (bitmaps, warning) = FileBitmaps::open(&shared, options);
+        let (bitmaps, warning) = FileBitmaps::open(&shared);
         warnings.extend(warning);
         Ok(LoopDevice::new(shared, bitmaps, warnings))
     }
@@ -176,11 +177,11 @@ impl LoopDevice {
         // This succeeds, because the device has no queues yet.
         let _ = shared.synced_by_queues[0].set(synced_by_queue);
         // This marks the bitmaps as in use, so the checks precede it.
-        let (bitmaps, warning) = FileBitmaps::take(&shared, &options, bitmaps)?;
+        let (bitmaps, warning) = FileBitmaps::take(&shared, bitmaps)?;
         let image = locked(&shared.state).file.clone();
         if bytes < size {
             // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
-            image.write_all_at(&[0], size - 1).map_err(|e| {
+            image.file.write_all_at(&[0], size - 1).map_err(|e| {
                 Error::system(format!("cannot extend {} to {size} bytes", image.path.display()), e)
             })?;
         }
@@ -191,7 +192,7 @@ impl LoopDevice {
     /// Writes to the image on the calling thread. No queue may be in use.
     pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
         let file = self.file();
-        file.write_all_at(data, position).map_err(|e| file.failed("write to", e))
+        file.file.write_all_at(data, position).map_err(|e| file.failed("write to", e))
     }
 
     /// Zeroes a range of the image on the calling thread. No queue may be in use.

@@ -473,7 +473,7 @@ impl LoopQueue {
     }
 
     fn counters(&self) -> &QueueCounters {
-        self.shared.counters.queue(self.index)
+        &self.shared.counters.queues[usize::from(self.index)]
     }
 
     fn complete(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], result: IoResult) {

@@ -296,7 +296,7 @@ impl QueueCounters {
 
 /// The counters of a loop device. They may be read while the device is in use.
 pub(super) struct LoopCounters {
-    queues: [CachePadded<QueueCounters>; QUEUES_MAX as usize],
+    pub queues: [CachePadded<QueueCounters>; QUEUES_MAX as usize],
     /// The queues that write: only the one that has the writer token, so more than 1 is a defect.
     pub writers: AtomicU64,
     pub writers_max: AtomicU64,
@@ -309,10 +309,6 @@ impl LoopCounters {
             writers: AtomicU64::new(0),
             writers_max: AtomicU64::new(0),
         }
-    }
-
-    pub fn queue(&self, index: u16) -> &QueueCounters {
-        &self.queues[usize::from(index)]
     }
 
     /// The current values over all queues, as in [`blkq::Driver::describe`]:
@@ -356,7 +352,7 @@ mod tests {
         let counters = LoopCounters::new();
         std::thread::scope(|scope| {
             for index in 0..QUEUES {
-                let queue = counters.queue(index);
+                let queue = &counters.queues[usize::from(index)];
                 scope.spawn(move || {
                     for read in 0..READS {
                         queue.read(read % 8 + 1);

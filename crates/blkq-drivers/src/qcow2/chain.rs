@@ -22,7 +22,6 @@ use super::tables::state::{Layer, Tables};
 pub(super) const DEPTH_MAX: usize = 64;
 /// Limit for all L1 tables of a chain, which are in memory as long as the device exists.
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
-pub(super) const LOCKED: std::ops::Range<u64> = WHOLE_FILE;
 
 impl Layer {
     /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]). Fails with [`ErrorKind::Format`] if a
@@ -122,7 +121,7 @@ pub(super) fn open_chain(
             return Err(malformed(format!("the backing chain of {shown} contains {twice} twice")));
         }
         // The lock comes before the tables are read, because another process may be changing them.
-        backing.lock(&LOCKED, LockKind::Reader)?;
+        backing.lock(&WHOLE_FILE, LockKind::Reader)?;
         let opened = read_one(&last.file.path, &name, backing)?;
         if let (Some(header), Some(all)) = (opened.header(), journals) {
             journal::check_base(all, &opened.file, header.tag, last.file.identity)?;

@@ -65,14 +65,6 @@ pub struct BitmapsExtension {
 }
 
 impl BitmapsExtension {
-    fn parse(data: &[u8]) -> BitmapsExtension {
-        BitmapsExtension {
-            count: u32_at(data, 0),
-            directory_bytes: u64_at(data, 8),
-            directory: u64_at(data, 16),
-        }
-    }
-
     pub fn to_bytes(&self) -> Vec<u8> {
         let count = u64::from(self.count) << 32;
         [count, self.directory_bytes, self.directory].iter().flat_map(|number| number.to_be_bytes()).collect()
@@ -168,7 +160,11 @@ impl Header {
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             zstd,
             backing: backing.map(|name| with_format(name, &extensions)).transpose()?,
-            bitmaps: bitmaps.map(|found| BitmapsExtension::parse(found.data)),
+            bitmaps: bitmaps.map(|Extension { data, .. }| BitmapsExtension {
+                count: u32_at(data, 0),
+                directory_bytes: u64_at(data, 8),
+                directory: u64_at(data, 16),
+            }),
         };
         header.check()?;
         Ok(header)

@@ -143,16 +143,13 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal of the image with the given device number and inode. No other process may write to it. Fails
+    /// Opens the journal of the image with the given device number and inode, and creates it if `make` is set. No other process may write to it. Fails
     /// with [`ErrorKind::Invalid`] if another user owns the file.
-    pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
-        Journal::open(journals, identity, OFlags::CREATE)
-    }
-
-    fn open(journals: &Journals, identity: (u64, u64), make: OFlags) -> Result<Journal, Error> {
+    pub fn open(journals: &Journals, identity: (u64, u64), make: bool) -> Result<Journal, Error> {
         let path = journals.directory.join(format!("{:x}-{:x}", identity.0, identity.1));
         let failed = |e: Errno| Error::system(format!("cannot open the journal {}", path.display()), e);
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | make;
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let flags = if make { flags | OFlags::CREATE } else { flags };
         let file = File::from(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?);
         let metadata =
             file.metadata().map_err(|e| Error::system(format!("cannot read {}", path.display()), e))?;
@@ -357,7 +354,7 @@ impl Journal {
 /// Opens the journal of `image`, if one exists. If that fails and the header of the image has a tag, the journal may
 /// contain writes that the image lacks.
 pub fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
-    let found = Journal::open(journals, image.identity, OFlags::empty()).map(Some);
+    let found = Journal::open(journals, image.identity, false).map(Some);
     found.or_else(|error| {
         if error.kind() == ErrorKind::NotFound {
             return Ok(None);
@@ -432,7 +429,7 @@ mod tests {
         let entry = |entry| Record::L1 { index: 1, entry };
         for halves in 1..3 {
             for stores in 0..=5 {
-                let mut journal = Journal::find_or_make(&journals, (1, 2)).unwrap();
+                let mut journal = Journal::open(&journals, (1, 2), true).unwrap();
                 let tag = journal.begin(0, None);
                 journal.began();
                 for half in 1..=halves {

@@ -30,20 +30,19 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::text::shell_word;
-use blkq::{DepthExtent, Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
+use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
 use crate::bitmaps::ImageBitmaps;
 use crate::errors::{invalid, malformed, unsupported};
 use crate::extents::query_until_ns;
 pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
-    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, buffered, choose_mode,
 };
 use crate::options::DirectIo;
 pub use crate::options::{BackingChain, DriverOptions, Journals};
 
 use bitmaps::store::Qcow2Bitmaps;
-use chain::LOCKED;
 pub use chain::{BackingFile, OverlayBase, backing_files};
 use format::{Header, OFFSET, SLICE_MAX_BYTES};
 use io::allocate::free_reserved;
@@ -115,9 +114,9 @@ impl Qcow2 {
         }
         let file = ImageFile::open(&options.path, options.read_only)?;
         let kind = LockKind::of(options.read_only, options.shared);
-        let mut warnings = Vec::from_iter(file.lock(&LOCKED, kind)?);
+        let mut warnings = Vec::from_iter(file.lock(&WHOLE_FILE, kind)?);
         if !options.shared {
-            file.check_unclaimed(&LOCKED, options.read_only)?;
+            file.check_unclaimed(&WHOLE_FILE, options.read_only)?;
         }
         let top = Layer::with_tables(file)?;
         if !options.read_only {
@@ -212,10 +211,6 @@ impl Qcow2 {
         Ok(device)
     }
 
-    pub(crate) fn identity(&self) -> (u64, u64) {
-        self.file().identity
-    }
-
     pub(crate) fn file(&self) -> &ImageFile {
         &self.shared.files[0]
     }
@@ -274,7 +269,7 @@ fn choose_file_mode(image: &Layer, terms: &ClientTerms, slice: u64) -> Result<Mo
          chain do not have",
         image.size
     );
-    choose_buffered(terms.requested, path, reason)
+    buffered(terms.requested, path, reason, ErrorKind::NoDirectIo)
 }
 
 fn open_writer(top: &Layer, read_only: bool) -> Result<Writer, Error> {
@@ -432,7 +427,7 @@ impl Driver for Qcow2 {
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
-        let (device, inode) = self.identity();
+        let (device, inode) = self.file().identity;
         let shown = |file: &Arc<ImageFile>| file.path.display().to_string();
         let chain: Vec<String> = self.shared.files[1..].iter().map(shown).collect();
         let chain = if chain.is_empty() { "none".to_owned() } else { chain.join(", ") };
@@ -465,6 +460,6 @@ impl Drop for Qcow2 {
             let _ = self.close();
         }
         // Released explicitly, because a ring may keep a reference to the file for longer than the device exists.
-        self.file().unlock(&LOCKED);
+        self.file().unlock(&WHOLE_FILE);
     }
 }

@@ -85,15 +85,13 @@ pub fn run<T: 'static>(
     result.replace(Err(Status::Io)).map_err(|status| Error::system(format!("cannot {what}"), status))
 }
 
-pub type Decompressed = (Place, Rc<Vec<u8>>);
-
 pub struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
     /// Memory for copies that is reserved, in bytes.
     pub bounce: Cell<u64>,
-    pub decompressed: RefCell<Option<Decompressed>>,
+    pub decompressed: RefCell<Option<(Place, Rc<Vec<u8>>)>>,
     pub decompressing: RefCell<HashSet<Place>>,
     inflater: RefCell<Inflater>,
     inflated: RefCell<HashMap<Place, Result<Vec<u8>, Status>>>,

@@ -38,11 +38,11 @@ use blkq::{Driver, Error, ErrorKind, IoBuffer};
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use crate::errors::{invalid, unsupported};
-use crate::image_file::lock::{self, LockKind};
+use crate::image_file::lock::{self, LockKind, WHOLE_FILE};
 use crate::image_file::{self, ImageFile};
 use crate::options::Journals;
 use crate::qcow2::Qcow2;
-use crate::qcow2::chain::{BackingFile, LOCKED};
+use crate::qcow2::chain::BackingFile;
 use crate::qcow2::io::blocking_reader::BlockingReader;
 use crate::qcow2::io::env::{map_for, next_changed};
 use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
@@ -322,7 +322,7 @@ impl BlockCommit {
             Target::Raw(_) => {
                 // A raw device locks only the bytes that it serves.
                 let size = device.limits().size_bytes();
-                lock::release(&self.base, &(size..LOCKED.end));
+                lock::release(&self.base, &(size..WHOLE_FILE.end));
             }
             // The overlay read the base by tables from before the commit. It no longer does, so clusters that
             // the copies released can be freed.
@@ -344,7 +344,7 @@ impl BlockCommit {
         // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
         // the journal is missing.
         let _ = overlay.set_tag(0);
-        overlay.file().unlock(&LOCKED);
+        overlay.file().unlock(&WHOLE_FILE);
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
@@ -444,9 +444,9 @@ impl Qcow2 {
             )));
         }
         // The locks overlap, so that no writer can lock the base in between.
-        lock::acquire(base, &path, &LOCKED, LockKind::Reader)?;
-        file.unlock(&LOCKED);
-        if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Writer) {
+        lock::acquire(base, &path, &WHOLE_FILE, LockKind::Reader)?;
+        file.unlock(&WHOLE_FILE);
+        if let Err(error) = lock::acquire(base, &path, &WHOLE_FILE, LockKind::Writer) {
             return Err(self.after_unlock(base, error));
         }
         Ok(path)
@@ -455,8 +455,8 @@ impl Qcow2 {
     /// Turns the exclusive lock of `base` into a shared one, and takes the chain's shared lock again. If that
     /// fails, writers may lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
-        lock::downgrade(base, &LOCKED);
-        self.shared.files[1].lock(&LOCKED, LockKind::Reader).map(drop)
+        lock::downgrade(base, &WHOLE_FILE);
+        self.shared.files[1].lock(&WHOLE_FILE, LockKind::Reader).map(drop)
     }
 
     /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that

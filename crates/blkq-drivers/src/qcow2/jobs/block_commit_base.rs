@@ -4,16 +4,17 @@
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use blkq::sync::lock as locked;
 use blkq::{Driver, Error, IoBuffer, Segment, Tag};
 
 use crate::errors::unsupported;
-use crate::image_file::{ImageFile, LockKind};
+use crate::image_file::{ImageFile, LockKind, WHOLE_FILE};
 use crate::r#loop::LoopDevice;
 use crate::options::{BackingChain, Journals};
 use crate::qcow2::Qcow2;
-use crate::qcow2::chain::{LOCKED, open_one, read_header};
+use crate::qcow2::chain::{open_one, read_header};
 use crate::qcow2::io::env;
 use crate::qcow2::io::operations::Memory;
 use crate::qcow2::io::write::{Source, write};
@@ -63,8 +64,8 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     }
     let base = found.reopen(true)?;
     let synced = found.reopen(false)?.file;
-    base.check_unclaimed(&LOCKED, false)?;
-    base.lock(&LOCKED, LockKind::Reader)?;
+    base.check_unclaimed(&WHOLE_FILE, false)?;
+    base.lock(&WHOLE_FILE, LockKind::Reader)?;
     Ok(OpenedBase {
         path: base.path.clone(),
         qcow2,
@@ -73,12 +74,13 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     })
 }
 
-/// The driver of the base, which is served after the pivot.
+/// The driver of an image, such as the base of a commit, which is served after the pivot.
+#[derive(Clone)]
 pub enum Target {
     /// A raw image.
-    Raw(Box<LoopDevice>),
+    Raw(Arc<LoopDevice>),
     /// A qcow2 image.
-    Qcow2(Box<Qcow2>),
+    Qcow2(Arc<Qcow2>),
 }
 
 impl Target {
@@ -156,7 +158,7 @@ impl Qcow2 {
             let own = self.shared.files[1].file.try_clone().map_err(cannot)?;
             let synced = (files.synced, own);
             return LoopDevice::of_base(files.image, synced, files.bitmaps, path, size, terms)
-                .map(|raw| Target::Raw(Box::new(raw)));
+                .map(|raw| Target::Raw(Arc::new(raw)));
         }
         let qcow2 = self.of_base(files.image, &path, journals)?;
         // The overlay reads the base by the tables that the base had when the overlay was opened, so no
@@ -166,6 +168,6 @@ impl Qcow2 {
             // After an error, this writes the tables back and ends the journal. The base stays locked meanwhile.
             qcow2.resize(Some(size)).inspect_err(|_| _ = qcow2.supersede())?;
         }
-        Ok(Target::Qcow2(Box::new(qcow2)))
+        Ok(Target::Qcow2(Arc::new(qcow2)))
     }
 }

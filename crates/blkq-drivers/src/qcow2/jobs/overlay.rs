@@ -14,9 +14,9 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
 use crate::errors::{invalid, malformed, unsupported};
-use crate::image_file::{ImageFile, LockKind, check_not_longer, name_now};
+use crate::image_file::{ImageFile, LockKind, WHOLE_FILE, check_not_longer, name_now};
 use crate::options::{ImageFormat, Journals};
-use crate::qcow2::chain::{self, LOCKED, OverlayBase, check_is_no_link};
+use crate::qcow2::chain::{self, OverlayBase, check_is_no_link};
 use crate::qcow2::format::{EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 use crate::qcow2::journal;
 use crate::qcow2::tables::state::Layer;
@@ -178,14 +178,14 @@ impl Qcow2 {
         let base = Layer::with_tables(ImageFile::of_open(file, path.to_owned())?)?;
         check_repaired(&base)?;
         if let (Some(all), Some(header)) = (journals, base.header()) {
-            journal::check_base(all, &base.file, header.tag, self.identity())?;
+            journal::check_base(all, &base.file, header.tag, self.file().identity)?;
         }
         let mut below = self.chain_from(2);
         let bytes = base.size - base.size % u64::from(self.terms.logical_block_bytes);
         // Checked before anything is written to the base.
         let device_bytes = std::mem::replace(&mut below.size, bytes);
         check_not_longer(path, bytes, device_bytes)?;
-        let base = Qcow2::on_top(base, below, journals, Some(self.identity()))?;
+        let base = Qcow2::on_top(base, below, journals, Some(self.file().identity))?;
         // A device that cannot be resized must be refused before its bitmaps are marked as in use.
         base.prepare_resize(Some(device_bytes)).inspect_err(|_| _ = base.supersede())?;
         // Loading marks the bitmaps as in use, because the commit is about to write to the base.
@@ -219,7 +219,7 @@ impl Qcow2 {
                 chain::DEPTH_MAX
             )));
         }
-        top.lock(&LOCKED, LockKind::Writer)?;
+        top.lock(&WHOLE_FILE, LockKind::Writer)?;
         let Some(layer) = below.chain.first() else {
             return Err(invalid("the new overlay has no backing file"));
         };
@@ -257,7 +257,7 @@ impl Qcow2 {
     pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
         let written = self.close();
-        self.file().downgrade(&LOCKED);
+        self.file().downgrade(&WHOLE_FILE);
         written
     }
 }

@@ -33,7 +33,7 @@ impl Qcow2 {
         overlay: Option<(u64, u64)>,
         in_use: bool,
     ) -> Result<Qcow2, Error> {
-        let (identity, tag, shown) = (self.identity(), self.tag(), self.path().display().to_string());
+        let (identity, tag, shown) = (self.file().identity, self.tag(), self.path().display().to_string());
         let word = shell_word(self.path());
         if journals.is_none() && self.writable && tag != 0 {
             return Err(unsupported(format!(
@@ -113,7 +113,7 @@ impl Qcow2 {
             }
         }
         let journal = match (found, journals) {
-            (None, Some(all)) => Journal::find_or_make(all, identity).map(Some),
+            (None, Some(all)) => Journal::open(all, identity, true).map(Some),
             (found, _) => Ok(found),
         };
         let journal = journal.unwrap_or_else(|error| {

@@ -202,7 +202,7 @@ fn write_and_die(device: &Qcow2) {
 
 pub(super) fn die(device: &Qcow2) {
     device.superseded.store(true, Relaxed);
-    device.file().unlock(&LOCKED);
+    device.file().unlock(&WHOLE_FILE);
 }
 
 #[test]
