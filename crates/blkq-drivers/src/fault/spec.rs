@@ -99,28 +99,19 @@ impl fmt::Display for FaultSpec {
     }
 }
 
-const ERRNO: [(&str, Status); 16] = [
-    ("EIO", Status::Io),
-    ("ENOSPC", Status::NoSpace),
-    ("EOPNOTSUPP", Status::NotSupported),
-    ("ETIMEDOUT", Status::Timeout),
-    ("ENOLINK", Status::Transport),
-    ("EREMOTEIO", Status::Target),
-    ("EBADE", Status::ReservationConflict),
-    ("ENODATA", Status::Medium),
-    ("EILSEQ", Status::Protection),
-    ("ENOMEM", Status::Resource),
-    ("EBUSY", Status::DeviceResource),
-    ("EAGAIN", Status::Again),
-    ("ENODEV", Status::Offline),
-    ("EINVAL", Status::Invalid),
-    ("ETIME", Status::DurationLimit),
-    ("EROFS", Status::ReadOnly),
-];
+macro_rules! errnos {
+    ($($name:ident)*) => { [$((stringify!($name), libc::$name)),*] };
+}
+
+/// The names of the errors that a request can fail with, one for each status.
+const ERRNOS: [(&str, libc::c_int); Status::COUNT] = errnos! {
+    EIO ENOSPC EOPNOTSUPP ETIMEDOUT ENOLINK EREMOTEIO EBADE ENODATA EILSEQ ENOMEM EBUSY EAGAIN ENODEV EINVAL ETIME EROFS
+};
 
 fn parse_errno(text: &str) -> Result<Status, Error> {
-    ERRNO.iter().find(|(name, _)| *name == text).map(|(_, status)| *status).ok_or_else(|| {
-        let names = ERRNO.map(|(name, _)| name).join(", ");
+    let named = ERRNOS.iter().find(|(name, _)| *name == text);
+    named.map(|(_, errno)| Status::from_errno(*errno)).ok_or_else(|| {
+        let names = ERRNOS.map(|(name, _)| name).join(", ");
         invalid(format!("{text:?} is not the name of an error; use one of {names}"))
     })
 }

@@ -59,12 +59,7 @@ pub(crate) fn choose_mode(
 }
 
 /// Buffered I/O because of `reason`. Fails with `kind` if `requested` demands direct I/O.
-pub(crate) fn buffered(
-    requested: DirectIo,
-    path: &Path,
-    reason: String,
-    kind: ErrorKind,
-) -> Result<Mode, Error> {
+pub fn buffered(requested: DirectIo, path: &Path, reason: String, kind: ErrorKind) -> Result<Mode, Error> {
     match requested {
         DirectIo::On => Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display()))),
         _ => Ok(Mode { direct: None, reason }),
@@ -86,11 +81,7 @@ impl ClientTerms {
     /// The I/O mode of an image at `path` to which the device switches. `choose` returns the mode that the
     /// image would have without clients. Fails with [`ErrorKind::NoDirectIo`] if the alignment of the clients
     /// does not suffice and direct I/O was requested.
-    pub fn choose_mode(
-        &self,
-        path: &Path,
-        choose: impl FnOnce() -> Result<Mode, Error>,
-    ) -> Result<Mode, Error> {
+    pub fn mode(&self, path: &Path, choose: impl FnOnce() -> Result<Mode, Error>) -> Result<Mode, Error> {
         if let Some(why) = &self.buffered {
             return Ok(Mode { direct: None, reason: why.clone() });
         }

@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use blkq::{Error, ErrorKind};
+use libc::c_int;
 
 use crate::errors::unsupported;
 
@@ -80,7 +81,7 @@ const UNSHARED_WRITES: u64 = 201;
 /// a reader excludes QEMU's writers with one on 201.
 ///
 /// During a conversion, no lock that excludes writers is released before another one that does is set.
-fn steps(range: &Range<u64>, kind: LockKind) -> Vec<(Range<u64>, libc::c_int)> {
+fn steps(range: &Range<u64>, kind: LockKind) -> Vec<(Range<u64>, c_int)> {
     let has_qemu = range.start <= QEMU_BYTES.start && QEMU_BYTES.end <= range.end;
     let around = |bytes: Range<u64>| match has_qemu {
         true => vec![range.start..bytes.start, bytes.end..range.end],
@@ -132,7 +133,7 @@ pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
 }
 
 /// Whether another file description has a lock on the byte with which one of type `l_type` would conflict.
-fn conflicts(file: &File, byte: u64, l_type: libc::c_int) -> io::Result<bool> {
+fn conflicts(file: &File, byte: u64, l_type: c_int) -> io::Result<bool> {
     let lock = fcntl(file, libc::F_OFD_GETLK, &(byte..byte + 1), l_type)?;
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)
 }
@@ -142,7 +143,7 @@ pub(crate) fn release(file: &File, range: &Range<u64>) {
     let _ = set(file, range, libc::F_UNLCK);
 }
 
-fn set(file: &File, range: &Range<u64>, l_type: libc::c_int) -> io::Result<()> {
+fn set(file: &File, range: &Range<u64>, l_type: c_int) -> io::Result<()> {
     if range.is_empty() {
         // A length of 0 would mean: to the end of all files.
         return Ok(());
@@ -150,12 +151,7 @@ fn set(file: &File, range: &Range<u64>, l_type: libc::c_int) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, range, l_type).map(drop)
 }
 
-fn fcntl(
-    file: &File,
-    command: libc::c_int,
-    range: &Range<u64>,
-    l_type: libc::c_int,
-) -> io::Result<libc::flock> {
+fn fcntl(file: &File, command: c_int, range: &Range<u64>, l_type: c_int) -> io::Result<libc::flock> {
     let too_large = |_| io::Error::from_raw_os_error(libc::EOVERFLOW);
     let mut lock = libc::flock {
         l_type: l_type as libc::c_short,
@@ -273,12 +269,12 @@ mod tests {
 
     #[test]
     fn writers_stay_excluded_at_every_step_of_a_conversion() {
-        let apply = |bytes: &mut Vec<libc::c_int>, (range, l_type): &(Range<u64>, libc::c_int)| {
+        let apply = |bytes: &mut Vec<c_int>, (range, l_type): &(Range<u64>, c_int)| {
             for byte in range.start.min(512)..range.end.min(512) {
                 bytes[byte as usize] = *l_type;
             }
         };
-        let excludes_writers = |bytes: &[libc::c_int]| {
+        let excludes_writers = |bytes: &[c_int]| {
             let at = |byte: u64| bytes[byte as usize];
             at(UNSHARED_WRITES) != libc::F_UNLCK || at(QEMU_WRITES) == libc::F_WRLCK
         };

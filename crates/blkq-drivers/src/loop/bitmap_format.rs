@@ -84,9 +84,6 @@ impl ImageFingerprint {
     }
 }
 
-/// The number of a slot. Odd numbers are in the slot at byte 0, even ones in the other. 0: there is no slot yet.
-pub(super) type SlotNumber = u64;
-
 /// The bytes to write at an offset of the file.
 pub(super) type Write = (u64, Vec<u8>);
 
@@ -95,14 +92,14 @@ pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
 }
 
 /// Writes the slot after `last`, with `bitmaps` marked as in use.
-pub(super) fn mark(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Write> {
+pub(super) fn mark(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: u64) -> Vec<Write> {
     let entries: Vec<(&Bitmap, Vec<u8>)> = bitmaps.iter().map(|bitmap| (*bitmap, Vec::new())).collect();
     vec![slot(&entries, fingerprint, FLAG_IN_USE, last + 1)]
 }
 
 /// Writes the bits of `bitmaps`, and then the slot after `last` with their checksums. In the slot `last` the bitmaps are
 /// marked as in use.
-pub(super) fn store(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Write> {
+pub(super) fn store(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: u64) -> Vec<Write> {
     let entries: Vec<(&Bitmap, Vec<u8>)> =
         bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
     let slot = slot(&entries, fingerprint, 0, last + 1);
@@ -117,12 +114,8 @@ pub(super) fn store(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: Sl
     writes
 }
 
-fn slot(
-    entries: &[(&Bitmap, Vec<u8>)],
-    fingerprint: ImageFingerprint,
-    flags: u32,
-    number: SlotNumber,
-) -> Write {
+/// Slots with odd numbers are at byte 0, those with even numbers are the other slot.
+fn slot(entries: &[(&Bitmap, Vec<u8>)], fingerprint: ImageFingerprint, flags: u32, number: u64) -> Write {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(flags.to_le_bytes());
@@ -152,7 +145,7 @@ fn slot(
 ///
 /// All bitmaps are inconsistent if the image has another fingerprint than when they were saved, or if they are marked as
 /// in use. A bitmap whose bits are missing or have another checksum is inconsistent, too.
-pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>, SlotNumber)> {
+pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>, u64)> {
     let slots = [0, SLOT_BYTES].map(|at| Slot::parse(bytes.get(at..)?));
     let slot = slots.into_iter().flatten().max_by_key(|slot| slot.number)?;
     let is_consistent = slot.flags & FLAG_IN_USE == 0 && slot.fingerprint == now;
@@ -185,7 +178,7 @@ pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>,
 
 /// A complete slot with a valid checksum.
 struct Slot<'a> {
-    number: SlotNumber,
+    number: u64,
     flags: u32,
     fingerprint: ImageFingerprint,
     count: u32,

@@ -18,13 +18,14 @@ use crate::errors::{invalid, malformed, unsupported};
 use crate::image_file::lock::{self, LockKind};
 use crate::options::DriverOptions;
 
-use super::bitmap_format::{self as format, ImageFingerprint, MAGIC, SlotNumber, VERSION, Write};
+use super::bitmap_format::{self as format, ImageFingerprint, MAGIC, VERSION, Write};
 use super::shared::Shared;
 
 struct BitmapFile {
     file: File,
     path: PathBuf,
-    slot: SlotNumber,
+    /// The number of the current slot; 0: there is no slot yet.
+    slot: u64,
 }
 
 fn path_for(image: &Path) -> PathBuf {

@@ -157,9 +157,8 @@ impl LoopDevice {
         }
         let bytes = image.size()?;
         check_not_longer(&image.path, bytes - bytes % u64::from(block), size)?;
-        let mode = terms.choose_mode(&image.path, || {
-            choose_mode(terms.requested, &image.direct, &image.path, block, 0)
-        })?;
+        let mode =
+            terms.mode(&image.path, || choose_mode(terms.requested, &image.direct, &image.path, block, 0))?;
         let is_direct = mode.direct.is_some();
         if bytes < size && image.block_device {
             return Err(unsupported(format!(

@@ -230,7 +230,7 @@ impl LoopQueue {
             Operation::Flush => {
                 opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
             }
-            Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, done),
+            Operation::Read | Operation::Write => self.transfer_entry(cx, tags, done),
             Operation::WriteZeroes if done > 0 => self.end_entry(cx, request, offset),
             Operation::WriteZeroes => {
                 let no_unmap = request.flags().contains(BioFlags::NO_UNMAP);
@@ -272,16 +272,11 @@ impl LoopQueue {
         }
     }
 
-    /// The submission that transfers `tags` from byte `done`, which is at `offset` of the file. If there are more
+    /// The submission that transfers `tags` from byte `done`. If there are more
     /// segments than the arguments have room for, the call is shorter, and continues as after a short transfer.
-    fn transfer_entry(
-        &mut self,
-        cx: &DriverContext<'_>,
-        tags: &[Tag],
-        offset: u64,
-        done: u64,
-    ) -> squeue::Entry {
+    fn transfer_entry(&mut self, cx: &DriverContext<'_>, tags: &[Tag], done: u64) -> squeue::Entry {
         let request = cx.request(tags[0]);
+        let offset = self.shared.window.offset + request.offset() + done;
         let (end, in_tail) = match self.settings.reaches_tail(request) {
             true => self.settings.tail_call(request, done),
             false => (u64::MAX, false),
@@ -368,7 +363,7 @@ impl LoopQueue {
         let (operation, has_tail) = (request.operation(), self.settings.reaches_tail(request));
         let progress = Progress::load(&request.pdu);
         if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
-            return self.again(cx, tags[0], progress, Status::Resource);
+            return self.again(cx, tags[0], Status::Resource);
         }
         if !operation.has_data() {
             return self.outcome_without_data(cx, tags[0], result);
@@ -402,7 +397,7 @@ impl LoopQueue {
             // A read without progress means that the file has become shorter than the device.
             (Operation::Read, _) => Some(Err(Status::Io)),
             (_, 0) => Some(Err(Status::NoSpace)),
-            _ => self.again(cx, tags[0], progress, Status::Io),
+            _ => self.again(cx, tags[0], Status::Io),
         }
     }
 
@@ -459,17 +454,12 @@ impl LoopQueue {
     }
 
     /// Repeats a call that made no progress; once [`ATTEMPTS_MAX`] is reached it fails with `spent`.
-    fn again(
-        &self,
-        cx: &mut DriverContext<'_>,
-        tag: Tag,
-        progress: Progress,
-        spent: Status,
-    ) -> Option<IoResult> {
-        let attempts = progress.attempts + 1;
-        Progress { attempts, ..progress }.store(cx.pdu(tag));
+    fn again(&self, cx: &mut DriverContext<'_>, tag: Tag, spent: Status) -> Option<IoResult> {
+        let mut progress = Progress::load(cx.pdu(tag));
+        progress.attempts += 1;
+        progress.store(cx.pdu(tag));
         add(&self.counters().retries, 1);
-        if attempts < ATTEMPTS_MAX { None } else { Some(Err(spent)) }
+        if progress.attempts < ATTEMPTS_MAX { None } else { Some(Err(spent)) }
     }
 
     fn counters(&self) -> &QueueCounters {

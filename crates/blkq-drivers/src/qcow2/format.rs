@@ -226,20 +226,17 @@ impl Header {
 }
 
 fn check_features(incompatible: u64) -> Result<(), Error> {
-    if incompatible & INCOMPATIBLE_DATA_FILE != 0 {
-        return Err(unsupported("it has an external data file, which is not supported"));
-    }
-    if incompatible & INCOMPATIBLE_EXTENDED_L2 != 0 {
-        return Err(unsupported("it has extended L2 entries (subclusters), which are not supported"));
-    }
     const KNOWN: u64 = INCOMPATIBLE_DIRTY | INCOMPATIBLE_CORRUPT | INCOMPATIBLE_COMPRESSION;
-    match incompatible & !KNOWN {
-        0 => Ok(()),
-        other => Err(unsupported(format!(
-            "it has an unknown incompatible feature, bit {}",
-            other.trailing_zeros()
-        ))),
-    }
+    Err(unsupported(match incompatible & !KNOWN {
+        0 => return Ok(()),
+        other if other & INCOMPATIBLE_DATA_FILE != 0 => {
+            "it has an external data file, which is not supported".to_owned()
+        }
+        other if other & INCOMPATIBLE_EXTENDED_L2 != 0 => {
+            "it has extended L2 entries (subclusters), which are not supported".to_owned()
+        }
+        other => format!("it has an unknown incompatible feature, bit {}", other.trailing_zeros()),
+    }))
 }
 
 fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
@@ -268,9 +265,7 @@ fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName,
 }
 
 /// The extension for bitmaps. Fails with [`blkq::ErrorKind::Format`] if it is damaged or there are several.
-pub fn bitmaps_extension<'a, 'b>(
-    extensions: &'a [Extension<'b>],
-) -> Result<Option<&'a Extension<'b>>, Error> {
+pub fn bitmaps_extension<'a>(extensions: &'a [Extension<'a>]) -> Result<Option<&'a Extension<'a>>, Error> {
     let mut all = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
     let found = all.next();
     if found.is_some_and(|found| found.data.len() != BITMAPS_EXTENSION_BYTES) || all.next().is_some() {

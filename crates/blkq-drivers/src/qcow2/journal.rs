@@ -383,16 +383,11 @@ pub fn find_ignored(journals: &Journals, image: &ImageFile) -> Option<String> {
 /// Rejects `image` as the backing file of the image `overlay` if it lacks writes that its journal
 /// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
 /// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
-pub fn check_base(
-    journals: &Journals,
-    image: &ImageFile,
-    tag: u32,
-    overlay: (u64, u64),
-) -> Result<(), Error> {
+pub fn check_base(all: &Journals, image: &ImageFile, tag: u32, overlay: (u64, u64)) -> Result<(), Error> {
     if tag == 0 {
         return Ok(());
     }
-    let Some(journal) = find(journals, image)? else { return Ok(()) };
+    let Some(journal) = find(all, image)? else { return Ok(()) };
     let lacks = journal.left(tag).have_data();
     if lacks && journal.overlay() != overlay { Err(lacking(&image.path)) } else { Ok(()) }
 }

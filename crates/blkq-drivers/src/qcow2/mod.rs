@@ -162,17 +162,13 @@ impl Qcow2 {
             }
         }
         let image = OverlayBase { chain, size, terms };
-        let device = Qcow2::assemble(image, writer, options.read_only, warnings)?;
+        let mut device = Qcow2::assemble(image, writer, options.read_only)?;
+        device.warnings = warnings;
         device.start(journals, None, options.device_bytes.is_some())
     }
 
     /// The device of `image`. [`Qcow2::start`] must follow.
-    fn assemble(
-        image: OverlayBase,
-        writer: Writer,
-        read_only: bool,
-        warnings: Vec<String>,
-    ) -> Result<Qcow2, Error> {
+    fn assemble(image: OverlayBase, writer: Writer, read_only: bool) -> Result<Qcow2, Error> {
         let OverlayBase { chain: mut layers, size, terms } = image;
         let cache = Cache::new(CACHE_BYTES, slice_bytes(&layers) as usize);
         let files = layers.iter().map(|layer| Arc::clone(&layer.file)).collect();
@@ -189,7 +185,7 @@ impl Qcow2 {
             read_only: AtomicBool::new(read_only),
             superseded: AtomicBool::new(false),
             terms,
-            warnings,
+            warnings: Vec::new(),
             bitmaps: ImageBitmaps(bitmaps),
         })
     }

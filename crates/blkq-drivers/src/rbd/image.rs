@@ -148,7 +148,7 @@ impl Image {
         spec: &RbdSpec,
         options: &DriverOptions,
         changed: Arc<OwnedFd>,
-        step: &dyn Fn(&'static str),
+        step: Step<'_>,
     ) -> Result<(Image, Facts), Error> {
         let library = Library::get()?;
         step("reading the configuration");
@@ -269,12 +269,7 @@ impl Image {
     /// Takes the exclusive lock of an image that will be written, until the image is closed. A lock taken explicitly is not
     /// passed to a client that requests it. If another client has the lock and still has the image open, this fails. If
     /// the owner of the lock no longer has the image open, librbd breaks its lock, and the cluster blocklists that client.
-    fn take_lock(
-        &self,
-        spec: &RbdSpec,
-        options: &DriverOptions,
-        step: &dyn Fn(&'static str),
-    ) -> Result<Lock, Error> {
+    fn take_lock(&self, spec: &RbdSpec, options: &DriverOptions, step: Step<'_>) -> Result<Lock, Error> {
         if reads_only(spec, options) || options.shared {
             return Ok(Lock::None);
         }
@@ -484,6 +479,8 @@ fn open_image(cluster: &Cluster, spec: &RbdSpec, options: &DriverOptions) -> Res
     Ok(handle)
 }
 
+/// Reports the step that begins.
+type Step<'a> = &'a dyn Fn(&'static str);
 type GetCall = unsafe extern "C" fn(Handle, *mut u64) -> c_int;
 type OpenCall = unsafe extern "C" fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
 

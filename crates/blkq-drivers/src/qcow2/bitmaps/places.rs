@@ -175,7 +175,7 @@ async fn write_directory(
             |place: &&Place| place.named.name == named.name && place.named.has_place_of(&named, cluster);
         let place = match old.places.iter().find(suits) {
             Some(place) => Place { named: named.in_place_of(&place.named), ..place.clone() },
-            None => make_place(env, named, cluster, taken).await?,
+            None => make_place(env, named, taken).await?,
         };
         new.places.push(place);
     }
@@ -215,12 +215,8 @@ pub async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> 
     Ok(())
 }
 
-async fn make_place(
-    env: &Env,
-    named: BitmapEntry,
-    cluster: u64,
-    taken: &mut Vec<Clusters>,
-) -> Result<Place, Status> {
+async fn make_place(env: &Env, named: BitmapEntry, taken: &mut Vec<Clusters>) -> Result<Place, Status> {
+    let cluster = 1 << env.state().cluster_bits();
     let clusters = named.bytes.div_ceil(cluster);
     let (mut bits, mut table) = (Vec::new(), Vec::new());
     while named.has_bits() && (table.len() as u64) < clusters {

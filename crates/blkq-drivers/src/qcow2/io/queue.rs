@@ -69,12 +69,11 @@ impl Qcow2Queue {
     /// effect, if the request needs a task.
     fn begin_plain(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let request = cx.request(tag);
-        let (offset, bytes, read) =
-            (request.offset(), request.bytes(), request.operation() == Operation::Read);
+        let (offset, bytes) = (request.offset(), request.bytes());
         let mut state = self.env.state();
         let depth = state.layers.len();
-        let (layer, host) = match read {
-            true => match state.find(depth, offset, bytes, None) {
+        let (layer, host) = match request.operation() {
+            Operation::Read => match state.find(depth, offset, bytes, None) {
                 Ok((Found::Data { layer, host }, _, run)) if run == bytes => (layer, host),
                 Ok((Found::Zero | Found::Unallocated, _, run)) if run == bytes => {
                     drop(state);
@@ -84,7 +83,7 @@ impl Qcow2Queue {
                 }
                 _ => return false,
             },
-            false => match state.find_in_place(offset, bytes) {
+            _ => match state.find_in_place(offset, bytes) {
                 Ok(Some((host, run))) if run == bytes => (0, host),
                 _ => return false,
             },
@@ -94,7 +93,7 @@ impl Qcow2Queue {
         drop(state);
         cx.pdu(tag)[0] = epoch as u64;
         self.plain_in_flight += 1;
-        let entry = self.plain_entry(cx, tag, layer, host, read);
+        let entry = self.plain_entry(cx, tag, layer, host);
         // SAFETY: the block layer keeps the memory of a request in flight valid. The arguments and the
         // registered files live as long as this queue, which is dropped only when nothing is in flight (see
         // `drop`).
@@ -102,14 +101,8 @@ impl Qcow2Queue {
         true
     }
 
-    fn plain_entry(
-        &mut self,
-        cx: &DriverContext<'_>,
-        tag: Tag,
-        layer: u8,
-        host: u64,
-        read: bool,
-    ) -> squeue::Entry {
+    fn plain_entry(&mut self, cx: &DriverContext<'_>, tag: Tag, layer: u8, host: u64) -> squeue::Entry {
+        let read = cx.request(tag).operation() == Operation::Read;
         let file = cx.file(&self.files[usize::from(layer)]);
         let room = usize::from(SEGMENTS_MAX);
         let iovecs = &mut self.iovecs[tag.index() * room..][..room];

@@ -71,32 +71,26 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
     Ok(())
 }
 
-/// Changes L2 entries of one cached slice, from `position` to `end` at most. Returns where it stopped: at `position` if
+/// Changes L2 entries of one cached slice, from `from` to `end` at most. Returns where it stopped: at `from` if
 /// the entry of its cluster cannot express zeroes, so that they have to be written.
-fn clear_entries(
-    env: &Env,
-    state: &mut State,
-    position: u64,
-    end: u64,
-    wanted: Wanted,
-) -> Result<u64, NotReady> {
+fn clear_entries(env: &Env, state: &mut State, from: u64, end: u64, wanted: Wanted) -> Result<u64, NotReady> {
     let bits = state.cluster_bits();
     let cluster = 1u64 << bits;
     let (has_backing, v3) = (state.layers.len() > 1, state.top.header.version >= 3);
     let covers = state.top.header.l2_covers();
-    let (slot, mut index) = match state.entry_place(position)? {
+    let (slot, mut index) = match state.entry_place(from)? {
         Some(place) => place,
         None if wanted == Wanted::Discard || !has_backing => {
-            return Ok((position / covers + 1).saturating_mul(covers).min(end));
+            return Ok((from / covers + 1).saturating_mul(covers).min(end));
         }
-        None if !v3 => return Ok(position),
+        None if !v3 => return Ok(from),
         None => {
             state.may_change()?;
-            return Err(NotReady::L2Table((position / covers) as usize));
+            return Err(NotReady::L2Table((from / covers) as usize));
         }
     };
     let count = state.cache.slice_bytes() / 8;
-    let mut at = position;
+    let mut at = from;
     while at < end && index < count {
         let old = state.cache.entry(slot, index);
         let parsed = Entry::parse(old, bits)?;
@@ -117,7 +111,7 @@ fn clear_entries(
             let is_locked = state.writer.locked.contains(&(at >> bits));
             let locked = if is_locked { Err(NotReady::Busy) } else { Ok(()) };
             if let Err(reason) = state.may_change().and(locked) {
-                return if at == position { Err(reason) } else { Ok(at) };
+                return if at == from { Err(reason) } else { Ok(at) };
             }
             // Checked here, because a snapshot may share the L2 table, which is then copied before the
             // change.

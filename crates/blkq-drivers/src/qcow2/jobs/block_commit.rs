@@ -267,25 +267,22 @@ impl BlockCommit {
     }
 
     /// Copies all that is left, syncs the base, and returns true: until the disk thaws, the base reads as the
-    /// device does. Returns false as soon as `may_continue` does, which is called before each copy. The disk
+    /// device does. Returns false as soon as `proceed` does, which is called before each copy. The disk
     /// must be frozen. It may thaw afterwards, and this may be called again.
     ///
     /// # Errors
-    /// The I/O error of one of the two images, or the error of `may_continue`.
-    pub fn catch_up<E: From<Error>>(
-        &mut self,
-        may_continue: &dyn Fn() -> Result<bool, E>,
-    ) -> Result<bool, E> {
+    /// The I/O error of one of the two images, or the error of `proceed`.
+    pub fn catch_up<E: From<Error>>(&mut self, proceed: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
         let device = &*self.overlay;
         // From here until the disk thaws, the tables on disk match those in memory, and rule 1 is met without
         // further flushes.
         device.sync()?;
         // First the rest of this pass, then the regions written since the pass began.
-        if !self.copy_all(may_continue)? {
+        if !self.copy_all(proceed)? {
             return Ok(false);
         }
         self.take_changes()?;
-        if !self.copy_all(may_continue)? {
+        if !self.copy_all(proceed)? {
             return Ok(false);
         }
         self.target()?.sync()?;
@@ -293,22 +290,19 @@ impl BlockCommit {
     }
 
     /// Copies all that is left and empties the overlay on disk: from then on both images read the same,
-    /// whatever is written to the base. Then calls `save_state`, to record that the device uses the base, and
+    /// whatever is written to the base. Then calls `save`, to record that the device uses the base, and
     /// returns the base. The disk must be frozen.
     ///
     /// # Errors
-    /// The I/O error of one of the two images, or the error of `save_state`. The device keeps using the
+    /// The I/O error of one of the two images, or the error of `save`. The device keeps using the
     /// overlay, whose tables are restored.
-    pub fn finish<E: From<Error>>(
-        &mut self,
-        save_state: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Target, E> {
+    pub fn finish<E: From<Error>>(&mut self, save: impl FnOnce() -> Result<(), E>) -> Result<Target, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
         let device = &*self.overlay;
         // The overlay's file is complete. A journal that is replayed after the overlay was emptied would
         // bring stale mappings back.
         device.empty_journal(None)?;
-        let emptied = device.empty().map_err(E::from).and_then(|()| save_state());
+        let emptied = device.empty().map_err(E::from).and_then(|()| save());
         // The tables in memory are still those of the full overlay. They are written back before the disk
         // thaws.
         emptied.inspect_err(|_| device.refill())?;
@@ -360,10 +354,10 @@ impl BlockCommit {
         device.unlock_base(&self.base)
     }
 
-    fn copy_all<E: From<Error>>(&mut self, may_continue: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+    fn copy_all<E: From<Error>>(&mut self, proceed: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
         // The caller has flushed all metadata, so no flush is needed here.
         while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
-            while may_continue()? && self.copy()? {}
+            while proceed()? && self.copy()? {}
             if !self.extents.is_empty() {
                 return Ok(false);
             }

@@ -245,11 +245,11 @@ impl Qcow2 {
         let writer = open_writer(&top, false)?;
         let slice_bytes = slice_bytes(std::iter::once(&top).chain(&below.chain));
         let choose = || choose_file_mode(&top, &below.terms, slice_bytes);
-        let mode = below.terms.choose_mode(&top.file.path, choose)?;
+        let mode = below.terms.mode(&top.file.path, choose)?;
         below.terms.buffered = mode.direct.is_none().then_some(mode.reason);
         top.set_align(mode.direct);
         below.chain.insert(0, top);
-        Qcow2::assemble(below, writer, false, Vec::new())?.start(journals, overlay, true)
+        Qcow2::assemble(below, writer, false)?.start(journals, overlay, true)
     }
 
     /// Gives the image's file to another driver, which only reads it, even if writing the tables fails.

@@ -485,15 +485,11 @@ pub fn set_refcounts(state: &mut State, place: (usize, usize), first: u64, count
     state.note(Record::Refcounts { first, count, refcount });
 }
 
-/// Sets the refcounts of those of `clusters` that are in the slice of the first, and returns their number.
-pub fn set_refcounts_in_slice(
-    state: &mut State,
-    clusters: Range<u64>,
-    refcount: u64,
-) -> Result<u64, NotReady> {
-    let (slot, index) = refcount_place(state, clusters.start)?;
-    let count = (clusters.end - clusters.start).min((state.refcounts_per_slice() - index) as u64);
-    set_refcounts(state, (slot, index), clusters.start, count, refcount);
+/// Sets the refcounts of the clusters in `range` that are in the slice of the first, and returns their number.
+pub fn set_refcounts_in_slice(state: &mut State, range: Range<u64>, refcount: u64) -> Result<u64, NotReady> {
+    let (slot, index) = refcount_place(state, range.start)?;
+    let count = (range.end - range.start).min((state.refcounts_per_slice() - index) as u64);
+    set_refcounts(state, (slot, index), range.start, count, refcount);
     Ok(count)
 }
 
