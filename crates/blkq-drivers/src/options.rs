@@ -1,6 +1,6 @@
 //! The options of the drivers.
 
-use std::fs::{DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -178,13 +178,12 @@ impl Journals {
         let failed = |e| Error::system(format!("cannot create the directory {}", directory.display()), e);
         match DirBuilder::new().mode(0o700).create(directory) {
             // `create` applies the umask of the process, which may remove permissions.
-            Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
+            Ok(()) => fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && directory.is_dir() => {}
             Err(e) => return Err(failed(e)),
         }
         let path = "/proc/sys/kernel/random/boot_id";
-        let text =
-            std::fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
+        let text = fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
         let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
             .map_err(|_| Error::new(ErrorKind::System, format!("{path} does not contain a UUID")))?;
         let user = rustix::process::geteuid().as_raw();

@@ -125,8 +125,7 @@ impl Driver for Fault {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let rules = self.shared.rules();
-        let hits: Vec<String> =
-            rules.states.iter().map(|state| state.hits.load(Relaxed).to_string()).collect();
+        let hits: Vec<_> = rules.states.iter().map(|state| state.hits.load(Relaxed).to_string()).collect();
         let mut facts = vec![
             ("fault", rules.spec.to_string()),
             ("fault-seed", rules.seed.to_string()),

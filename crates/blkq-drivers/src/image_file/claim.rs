@@ -27,16 +27,14 @@ impl ImageFile {
             if let Some(mount) = mounts().find(|mount| mount.source == self.path) {
                 return claimed(format!("it is mounted on {}", mount.point.display()));
             }
-            let is_image =
-                |source: &Path| fs::metadata(source).is_ok_and(|file| file_id(&file) == self.identity);
+            let is_image = |path: &Path| fs::metadata(path).is_ok_and(|file| file_id(&file) == self.identity);
             return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
         }
         // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
         // device that is open, whatever its own path names now.
         let same = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let exclusive =
-            OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
-        match exclusive {
+        let opened = OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
+        match opened {
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                 let user = self.file.metadata().ok().and_then(|metadata| user_of(metadata.rdev()));
                 claimed(user.unwrap_or("the kernel or another program has claimed it".to_owned()))

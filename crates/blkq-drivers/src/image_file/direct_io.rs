@@ -25,7 +25,7 @@ pub(crate) fn choose_mode(
     requested: DirectIo,
     possible: &Result<DirectAlign, String>,
     path: &Path,
-    logical_block_bytes: u32,
+    sector_bytes: u32,
     offset: u64,
 ) -> Result<Mode, Error> {
     if requested == DirectIo::Off {
@@ -36,8 +36,7 @@ pub(crate) fn choose_mode(
         Err(why) => return buffered(requested, path, why.clone(), ErrorKind::NoDirectIo),
     };
     let required = align.largest();
-    let (requires, sector_bytes) =
-        (format!("it requires an alignment of {required} bytes"), logical_block_bytes);
+    let requires = format!("it requires an alignment of {required} bytes");
     let (reason, kind) = if required > LOGICAL_BLOCK_MAX_BYTES {
         (requires, ErrorKind::NoDirectIo)
     } else if sector_bytes < required {

@@ -207,7 +207,7 @@ impl ImageFile {
     pub fn extents(
         &self,
         offset: u64,
-        logical_block_bytes: u64,
+        sector_bytes: u64,
         range: Range<u64>,
         max: usize,
         until_ns: u64,
@@ -216,9 +216,8 @@ impl ImageFile {
         let mut at = offset + range.start;
         let mut extents: Vec<Extent> = Vec::new();
         // Round a position in the file to a sector of the device.
-        let down = |position: u64| offset + (position - offset) / logical_block_bytes * logical_block_bytes;
-        let up =
-            |position: u64| offset + (position - offset).div_ceil(logical_block_bytes) * logical_block_bytes;
+        let down = |position: u64| offset + (position - offset) / sector_bytes * sector_bytes;
+        let up = |position: u64| offset + (position - offset).div_ceil(sector_bytes) * sector_bytes;
         // Holes and data alternate. The hole at the beginning may be empty.
         let mut hole = true;
         while at < end {

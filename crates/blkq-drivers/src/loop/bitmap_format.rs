@@ -100,8 +100,7 @@ pub(super) fn mark(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: u64
 /// Writes the bits of `bitmaps`, and then the slot after `last` with their checksums. In the slot `last` the bitmaps are
 /// marked as in use.
 pub(super) fn store(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: u64) -> Vec<Write> {
-    let entries: Vec<(&Bitmap, Vec<u8>)> =
-        bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
+    let entries: Vec<_> = bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
     let slot = slot(&entries, fingerprint, 0, last + 1);
     let mut end = BITS_AT as u64;
     let mut writes = Vec::with_capacity(entries.len() + 1);

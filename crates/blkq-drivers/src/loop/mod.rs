@@ -86,16 +86,14 @@ impl LoopDevice {
     pub fn open(options: &DriverOptions) -> Result<LoopDevice, Error> {
         let image = ImageFile::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
-        let logical_block_bytes =
-            image.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
-        if !options.offset.is_multiple_of(u64::from(logical_block_bytes)) {
+        let sector_bytes = image.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
+        if !options.offset.is_multiple_of(u64::from(sector_bytes)) {
             return Err(invalid(format!(
-                "the offset {} is not a multiple of the sector size {logical_block_bytes}; choose one that is",
+                "the offset {} is not a multiple of the sector size {sector_bytes}; choose one that is",
                 options.offset
             )));
         }
-        let mode =
-            choose_mode(options.direct_io, &image.direct, &image.path, logical_block_bytes, options.offset)?;
+        let mode = choose_mode(options.direct_io, &image.direct, &image.path, sector_bytes, options.offset)?;
         if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
             warnings.push(format!(
                 "the file system of {} does not report the alignment that direct I/O requires; 512 bytes are assumed",
@@ -105,11 +103,11 @@ impl LoopDevice {
         let file_size = image.size()?;
         // A block device consists of whole blocks.
         let partial = options.partial_block && !image.block_device;
-        let window = Window { offset: options.offset, logical_block_bytes, partial };
+        let window = Window { offset: options.offset, logical_block_bytes: sector_bytes, partial };
         let (size, left_out) = window.capacity(&image.path, file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
+                "the last {left_out} bytes of {} do not fill a sector of {sector_bytes} bytes and are not served",
                 image.path.display()
             ));
         }

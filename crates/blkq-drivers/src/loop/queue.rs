@@ -207,10 +207,9 @@ impl LoopQueue {
 
     fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) {
         let first = tags[0];
-        let progress = Progress::load(cx.pdu(first));
-        let entry = self.entry(cx, tags, progress.done);
-        let entry =
-            if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
+        let Progress { done, attempts } = Progress::load(cx.pdu(first));
+        let entry = self.entry(cx, tags, done);
+        let entry = if attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
         // SAFETY: the block layer keeps the memory of a request in flight valid. The argument arrays and the
         // registered file stay valid until this queue is dropped, with nothing in flight, or are leaked (see
         // `drop`).

@@ -342,8 +342,7 @@ impl Image {
         let mut watchers = listed(WATCHERS, || unsafe { std::mem::zeroed() }, list)?;
         // SAFETY: the call has set the address of each listed client to a C string.
         let address = |watcher: &Watcher| unsafe { CStr::from_ptr(watcher.address) };
-        let addresses =
-            watchers.iter().map(|watcher| address(watcher).to_string_lossy().into_owned()).collect();
+        let addresses = watchers.iter().map(|one| address(one).to_string_lossy().into_owned()).collect();
         // SAFETY: freed once, by the library that made them.
         unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), watchers.len()) };
         Ok(addresses)

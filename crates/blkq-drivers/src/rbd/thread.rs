@@ -47,12 +47,11 @@ impl ImageThread {
         let (jobs, queue) = channel::<Job>();
         let (closing, closed) = channel::<()>();
         let step = Arc::new(Mutex::new("starting"));
-        let (spec_of_thread, options, step_of_thread) = (spec.clone(), options.clone(), step.clone());
+        let (spec_of_thread, options, own_step) = (spec.clone(), options.clone(), step.clone());
         let body = move || {
             // Declared first, so dropped last, after the image; also if this thread panics.
             let _closing = closing;
-            let result =
-                Image::open(&spec_of_thread, &options, changed, &|step| *lock(&step_of_thread) = step);
+            let result = Image::open(&spec_of_thread, &options, changed, &|step| *lock(&own_step) = step);
             // Sending fails once the caller has stopped waiting. The image is then closed immediately.
             match result {
                 Ok((image, facts)) => {

@@ -171,9 +171,8 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
 fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
     let entry = directory.get(at..).filter(|entry| entry.len() >= ENTRY_BYTES);
     let bytes = entry.and_then(|entry| {
-        let (extra_bytes, name_bytes) = (u32_at(entry, EXTRA_BYTES_AT) as usize, name_bytes(entry));
-        let bytes =
-            ENTRY_BYTES.checked_add(extra_bytes)?.checked_add(name_bytes)?.checked_next_multiple_of(8)?;
+        let (extra, name) = (u32_at(entry, EXTRA_BYTES_AT) as usize, name_bytes(entry));
+        let bytes = ENTRY_BYTES.checked_add(extra)?.checked_add(name)?.checked_next_multiple_of(8)?;
         (bytes <= entry.len()).then_some(bytes)
     });
     bytes.map(|bytes| at..at + bytes).ok_or_else(|| malformed("their directory is truncated"))
@@ -191,10 +190,9 @@ pub fn entry_name(entry: &[u8]) -> Option<&[u8]> {
 
 impl Entry {
     fn parse(bytes: &[u8], in_directory: Range<usize>, cluster: u64) -> Result<Entry, Error> {
-        let (table, clusters, flags) =
-            (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, FLAGS_AT));
+        let (table, clusters) = (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)));
         let (kind, granularity_bits) = (bytes[16], bytes[17]);
-        let extra_bytes = u32_at(bytes, EXTRA_BYTES_AT);
+        let (flags, extra_bytes) = (u32_at(bytes, FLAGS_AT), u32_at(bytes, EXTRA_BYTES_AT));
         let name = entry_name(bytes).filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
         let name = name.and_then(|name| String::from_utf8(name.to_vec()).ok());
         let name = name.filter(|name| !name.contains(char::is_control));

@@ -171,8 +171,7 @@ async fn write_directory(
     let cluster = 1 << env.state().cluster_bits();
     let mut new = Places { others: old.others.clone(), ..Places::default() };
     for named in named {
-        let suits =
-            |place: &&Place| place.named.name == named.name && place.named.has_place_of(&named, cluster);
+        let suits = |one: &&Place| one.named.name == named.name && one.named.has_place_of(&named, cluster);
         let place = match old.places.iter().find(suits) {
             Some(place) => Place { named: named.in_place_of(&place.named), ..place.clone() },
             None => make_place(env, named, taken).await?,

@@ -72,11 +72,9 @@ impl Qcow2 {
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(self.path())),
             Left::Records(records) => {
-                let path =
-                    found.as_ref().map(|journal| journal.path.display().to_string()).unwrap_or_default();
-                let replayed =
-                    self.shared.run("apply the journal", async move |env| replay(env, records).await);
-                leaked = replayed.map_err(|error| {
+                let path = found.as_ref().map(|file| file.path.display().to_string()).unwrap_or_default();
+                let done = self.shared.run("apply the journal", async move |env| replay(env, records).await);
+                leaked = done.map_err(|error| {
                     // Drops the driver without writing its tables: the image would get a part of the changes.
                     self.superseded.store(true, Relaxed);
                     let message =
