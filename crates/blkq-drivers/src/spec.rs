@@ -106,8 +106,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             Ok(Opened::without_image(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
-            let block = memory_block("ram", *bytes, options)?;
-            Ok(Opened::without_image(Ram::new(*bytes, block, false)?))
+            Ok(Opened::without_image(Ram::new(*bytes, memory_block("ram", *bytes, options)?, false)?))
         }
         DriverSpec::Rbd(spec) => {
             refuse_file_options("rbd", false, options)?;

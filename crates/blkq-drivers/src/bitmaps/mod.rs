@@ -112,9 +112,6 @@ impl<F: BitmapFormat> BitmapStore for ImageBitmaps<F> {
     }
 
     fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        if !self.0.is_writable() {
-            return Ok(());
-        }
-        self.0.write(all)
+        if self.0.is_writable() { self.0.write(all) } else { Ok(()) }
     }
 }

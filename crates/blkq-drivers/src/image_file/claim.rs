@@ -24,7 +24,7 @@ impl ImageFile {
         }
         if !self.block_device {
             // Files are mounted through a loop device, found above, except by erofs (Linux 6.12) and FUSE.
-            if let Some(mount) = mounts().find(|mount| mount.source == self.path) {
+            if let Some(mount) = mounts().into_iter().find(|mount| mount.source == self.path) {
                 return claimed(format!("it is mounted on {}", mount.point.display()));
             }
             let is_image = |path: &Path| fs::metadata(path).is_ok_and(|file| file_id(&file) == self.identity);
@@ -33,8 +33,7 @@ impl ImageFile {
         // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
         // device that is open, whatever its own path names now.
         let same = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let opened = OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
-        match opened {
+        match OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same) {
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                 let user = self.file.metadata().ok().and_then(|metadata| user_of(metadata.rdev()));
                 claimed(user.unwrap_or("the kernel or another program has claimed it".to_owned()))
@@ -47,8 +46,7 @@ impl ImageFile {
 /// The name, such as `loop0`, of a loop device of the kernel that uses bytes of `range` of the file.
 fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<String> {
     let identity = file_id(&file.metadata().ok()?);
-    let devices = fs::read_dir("/sys/block").ok()?;
-    devices.flatten().find_map(|device| {
+    fs::read_dir("/sys/block").ok()?.flatten().find_map(|device| {
         let name = device.file_name().into_string().ok()?;
         let attribute = |name: &str| {
             let value = fs::read_to_string(device.path().join(name)).ok()?;
@@ -70,9 +68,10 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
 /// The identity of a file under any name: the numbers of its file system and its inode. A block device, which several
 /// nodes can have, is identified by its own number, with 0 as the inode.
 fn file_id(metadata: &fs::Metadata) -> (u64, u64) {
-    match metadata.file_type().is_block_device() {
-        true => (metadata.rdev(), 0),
-        false => (metadata.dev(), metadata.ino()),
+    if metadata.file_type().is_block_device() {
+        (metadata.rdev(), 0)
+    } else {
+        (metadata.dev(), metadata.ino())
     }
 }
 
@@ -118,7 +117,8 @@ fn user_of_one(device: u64, directory: &str) -> Option<String> {
         source.starts_with("/dev/") && fs::metadata(source).is_ok_and(|metadata| metadata.rdev() == device)
     };
     let number = format!("{}:{}", libc::major(device), libc::minor(device));
-    if let Some(mount) = mounts().find(|mount| mount.device == number || is_source(&mount.source)) {
+    if let Some(mount) = mounts().into_iter().find(|mount| mount.device == number || is_source(&mount.source))
+    {
         return Some(format!("mounted on {}", mount.point.display()));
     }
     if is_swap(is_source) {
@@ -145,9 +145,8 @@ struct Mount {
     source: PathBuf,
 }
 
-fn mounts() -> impl Iterator<Item = Mount> {
-    let mounts: Vec<Mount> = read_table("/proc/self/mountinfo").lines().filter_map(mount).collect();
-    mounts.into_iter()
+fn mounts() -> Vec<Mount> {
+    read_table("/proc/self/mountinfo").lines().filter_map(mount).collect()
 }
 
 fn mount(line: &str) -> Option<Mount> {

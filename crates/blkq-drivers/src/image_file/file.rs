@@ -162,8 +162,7 @@ impl ImageFile {
         }
         let zeroes = IoBuffer::zeroed(ZEROES_BYTES.min((range.end - range.start) as usize));
         for at in range.clone().step_by(ZEROES_BYTES) {
-            let bytes = ZEROES_BYTES.min((range.end - at) as usize);
-            self.file.write_all_at(&zeroes[..bytes], at)?;
+            self.file.write_all_at(&zeroes[..ZEROES_BYTES.min((range.end - at) as usize)], at)?;
         }
         Ok(())
     }
@@ -171,11 +170,6 @@ impl ImageFile {
     /// The error of an operation on the file. `what` completes the message "cannot ... PATH".
     pub fn failed(&self, what: &str, error: impl Into<io::Error>) -> Error {
         Error::system(format!("cannot {what} {}", self.path.display()), error)
-    }
-
-    /// Makes all writes to the file durable (fdatasync).
-    pub fn sync(&self) -> io::Result<()> {
-        sync(&self.file)
     }
 
     pub fn size(&self) -> Result<u64, Error> {
@@ -348,10 +342,8 @@ pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
     if !std::fs::symlink_metadata(path).ok()?.is_symlink() {
         return None;
     }
-    let directory = match path.parent()? {
-        here if here.as_os_str().is_empty() => Path::new("."),
-        directory => directory,
-    };
+    let parent = path.parent()?;
+    let directory = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
     let link = std::fs::canonicalize(directory).ok()?.join(path.file_name()?);
     (std::fs::canonicalize(path).ok()?.parent() != link.parent()).then_some(link)
 }

@@ -134,8 +134,7 @@ pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
 
 /// Whether another file description has a lock on the byte with which one of type `l_type` would conflict.
 fn conflicts(file: &File, byte: u64, l_type: c_int) -> io::Result<bool> {
-    let lock = fcntl(file, libc::F_OFD_GETLK, &(byte..byte + 1), l_type)?;
-    Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+    Ok(i32::from(fcntl(file, libc::F_OFD_GETLK, &(byte..byte + 1), l_type)?.l_type) != libc::F_UNLCK)
 }
 
 pub(crate) fn release(file: &File, range: &Range<u64>) {

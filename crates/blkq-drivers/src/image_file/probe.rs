@@ -53,10 +53,7 @@ pub(crate) fn name_now(file: &File) -> Option<PathBuf> {
 pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
     let flags = fcntl_getfl(file)?;
     let wanted = if on { flags | flag } else { flags - flag };
-    if wanted != flags {
-        fcntl_setfl(file, wanted)?;
-    }
-    Ok(())
+    if wanted == flags { Ok(()) } else { Ok(fcntl_setfl(file, wanted)?) }
 }
 
 fn is_read_only(block_device: &File) -> bool {

@@ -43,8 +43,7 @@ pub fn is_bitmap_file(file: &File) -> io::Result<bool> {
         return Ok(false);
     }
     let mut magic = [0; MAGIC.len()];
-    let bytes = file.read_at(&mut magic, 0)?;
-    Ok(bytes == 0 || magic == *MAGIC)
+    Ok(file.read_at(&mut magic, 0)? == 0 || magic == *MAGIC)
 }
 
 impl BitmapFile {
@@ -115,8 +114,7 @@ impl BitmapFile {
             // would contain only zeroes and be rejected as another file.
             self.mark(&[], fingerprint)?;
         }
-        let bytes = format::file_bytes(bitmaps.iter().copied());
-        match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
+        match fallocate(&self.file, FallocateFlags::empty(), 0, format::file_bytes(bitmaps.iter().copied())) {
             Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
             Err(e) => Err(self.failed("reserve space in", e.into())),
         }
@@ -203,11 +201,9 @@ impl FileBitmaps {
         ];
         let unsupported = reasons.into_iter().find(|(is, _)| *is).map(|(_, why)| why);
         let opened = if unsupported.is_some() { Ok(None) } else { open() };
-        let (file, warning) = match opened {
-            Ok(file) => (file, None),
-            Err(error) => (None, Some(format!("no dirty bitmaps are loaded: {error}"))),
-        };
-        (FileBitmaps { shared: Arc::clone(shared), file: Mutex::new(file), unsupported }, warning)
+        let warning = opened.as_ref().err().map(|error| format!("no dirty bitmaps are loaded: {error}"));
+        let file = Mutex::new(opened.unwrap_or_default());
+        (FileBitmaps { shared: Arc::clone(shared), file, unsupported }, warning)
     }
 
     /// The fingerprint after the last write to the image. The image is durable when it is taken, so the fingerprint stays

@@ -32,7 +32,7 @@ use crate::errors::{invalid, malformed, unsupported};
 use crate::extents::{all_data, query_until_ns};
 use crate::image_file::{
     ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, check_not_longer,
-    choose_mode,
+    choose_mode, sync,
 };
 
 use crate::options::ImageFormat;
@@ -218,7 +218,7 @@ impl LoopDevice {
         let (shared, path) = (&self.shared, self.shared.path().display());
         // The last bytes may go through the page cache although the rest uses direct I/O.
         let buffered = shared.window.partial || locked(&shared.state).mode.direct.is_none();
-        if let Err(e) = shared.synced.sync() {
+        if let Err(e) = sync(&shared.synced.file) {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
         }

@@ -74,8 +74,7 @@ struct Registered {
 
 impl Registered {
     fn new(file: Arc<ImageFile>, ring: &mut Registrar<'_>) -> Result<Registered, Error> {
-        let slot = ring.register_file(file.file.as_fd())?;
-        Ok(Registered { file, slot })
+        Ok(Registered { slot: ring.register_file(file.file.as_fd())?, file })
     }
 
     /// Switches to `file`. If it cannot be registered, the old file stays in use.
@@ -265,10 +264,7 @@ impl LoopQueue {
 
     /// The registered file for a call to the tail, or for any other call.
     fn slot(&self, in_tail: bool) -> &FileSlot {
-        match &self.tail {
-            Some(tail) if in_tail => &tail.slot,
-            _ => &self.image.slot,
-        }
+        self.tail.as_ref().filter(|_| in_tail).map_or(&self.image.slot, |tail| &tail.slot)
     }
 
     /// The submission that transfers `tags` from byte `done`. If there are more
@@ -282,8 +278,7 @@ impl LoopQueue {
         };
         let file = cx.file(self.slot(in_tail));
         let read = request.operation() == Operation::Read;
-        let is_durable = !read && request.flags().contains(BioFlags::FUA);
-        let rw_flags = if is_durable { libc::RWF_DSYNC } else { 0 };
+        let rw_flags = if !read && request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
         macro_rules! transfer {
             ($opcode:ident, $($argument:expr),+) => {
                 opcode::$opcode::new(file, $($argument),+).offset(offset).rw_flags(rw_flags).build()
@@ -415,8 +410,7 @@ impl LoopQueue {
             return match operation {
                 Operation::Flush if shared.writeback_failed.load(Relaxed) => Some(Err(Status::Io)),
                 Operation::WriteZeroes if !shared.block_device => {
-                    let done = self.settings.bytes(request);
-                    Progress { done, attempts: 0 }.store(cx.pdu(tag));
+                    Progress { done: self.settings.bytes(request), attempts: 0 }.store(cx.pdu(tag));
                     None
                 }
                 _ => Some(Ok(())),
@@ -427,8 +421,7 @@ impl LoopQueue {
             // After a failed write-back the kernel marks the pages as clean, and the next fdatasync(2) succeeds without
             // them. So once a flush has failed, all later ones fail, too.
             Operation::Flush => {
-                let is_cached = !self.settings.direct || self.tail.is_some();
-                shared.writeback_failed.fetch_or(is_cached, Relaxed);
+                shared.writeback_failed.fetch_or(!self.settings.direct || self.tail.is_some(), Relaxed);
             }
             // Kernels before 6.12 do not have the command. Discards use the slower fallocate(2) from now on.
             Operation::Discard

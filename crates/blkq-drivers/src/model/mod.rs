@@ -137,8 +137,7 @@ unsafe impl DriverQueue for ModelQueue {
                 cx.complete(tag, Ok(()));
                 continue;
             };
-            let now = cx.now_ns();
-            let (due, seeks) = timing(now, cx.request(tag));
+            let (due, seeks) = timing(cx.now_ns(), cx.request(tag));
             self.waiting.push(Reverse((due, tag)));
             add(&self.counters.seeks, u64::from(seeks));
         }

@@ -259,8 +259,7 @@ pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
 fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
     let name = name.strip_prefix(b"file:").unwrap_or(name);
     // As in QEMU, a colon before the first slash ends the name of a protocol.
-    let before_slash = name.split(|byte| *byte == b'/').next().unwrap_or_default();
-    if before_slash.contains(&b':') {
+    if name.split(|byte| *byte == b'/').next().unwrap_or_default().contains(&b':') {
         return Err(unsupported(format!(
             "{} has the backing file {:?}, which is not a path of this machine",
             image.display(),

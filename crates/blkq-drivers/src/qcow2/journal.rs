@@ -354,8 +354,7 @@ impl Journal {
 /// Opens the journal of `image`, if one exists. If that fails and the header of the image has a tag, the journal may
 /// contain writes that the image lacks.
 pub fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
-    let found = Journal::open(journals, image.identity, false).map(Some);
-    found.or_else(|error| {
+    Journal::open(journals, image.identity, false).map(Some).or_else(|error| {
         if error.kind() == ErrorKind::NotFound {
             return Ok(None);
         }

@@ -80,8 +80,7 @@ pub struct Qcow2 {
 
 /// The size of a cached slice in bytes, which must not exceed a cluster of any image in the chain.
 fn slice_bytes<'a>(chain: impl IntoIterator<Item = &'a Layer>) -> u64 {
-    let headers = chain.into_iter().filter_map(Layer::header);
-    headers.map(Header::cluster_bytes).fold(SLICE_MAX_BYTES, u64::min)
+    chain.into_iter().filter_map(Layer::header).map(Header::cluster_bytes).fold(SLICE_MAX_BYTES, u64::min)
 }
 
 fn check_repaired(image: &Layer) -> Result<(), Error> {

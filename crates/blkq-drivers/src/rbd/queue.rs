@@ -151,10 +151,7 @@ impl RbdQueue {
             // librbd writes these zeroes, which is no faster than a write, and the flag demands a fast way.
             return Err(Status::NotSupported);
         }
-        let count = match operation {
-            Operation::Read | Operation::Write => self.gather(cx, tag),
-            _ => 0,
-        };
+        let count = if operation.has_data() { self.gather(cx, tag) } else { 0 };
         let iovecs = self.iovecs[tag.index() * usize::from(SEGMENTS_MAX)..].as_ptr().cast();
         let argument = std::ptr::without_provenance_mut(tag.index());
         let mut completion = std::ptr::null_mut();

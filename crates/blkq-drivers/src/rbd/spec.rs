@@ -34,10 +34,8 @@ impl FromStr for RbdSpec {
             [_] => return invalid("the pool is missing"),
             _ => return invalid("it has more than two slashes"),
         };
-        let (image, snapshot) = match image.split_once('@') {
-            Some((image, snapshot)) => (image, Some(snapshot)),
-            None => (image, None),
-        };
+        let (image, snapshot) =
+            image.split_once('@').map_or((image, None), |(image, name)| (image, Some(name)));
         let parts = [Some(pool), namespace, Some(image), snapshot];
         if parts.iter().flatten().any(|part| part.is_empty()) {
             return invalid("a name in it is empty");

@@ -151,8 +151,7 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
             if entries.iter().any(|other| other.name == entry.name) {
                 return Err(malformed(format!("two bitmaps have the name {}", entry.name)));
             }
-            let left = clusters_left.checked_sub(entry.clusters);
-            clusters_left = left.ok_or_else(|| {
+            clusters_left = clusters_left.checked_sub(entry.clusters).ok_or_else(|| {
                 malformed(format!("{} and the bitmaps before it need too much memory", entry.name))
             })?;
             Ok(entry)
@@ -210,8 +209,7 @@ impl Entry {
             )));
         }
         place(table, clusters * 8, cluster)?;
-        let granularity = 1 << granularity_bits;
-        Ok(Entry { name, granularity, flags, table, clusters, place: in_directory })
+        Ok(Entry { name, granularity: 1 << granularity_bits, flags, table, clusters, place: in_directory })
     }
 
     fn inconsistent(&self) -> Result<Bitmap, Error> {
@@ -235,10 +233,7 @@ impl Entry {
             match (entry & OFFSET, entry & !OFFSET) {
                 (0, 0) => {}
                 (0, ALL_ONES) => bitmap.load(at, &vec![0xff; cluster as usize]),
-                (offset, 0) => {
-                    let place = place(offset, cluster, cluster)?;
-                    bitmap.load(at, &read(place)?);
-                }
+                (offset, 0) => bitmap.load(at, &read(place(offset, cluster, cluster)?)?),
                 _ => return Err(malformed("its table has an invalid entry")),
             }
         }
@@ -268,8 +263,7 @@ impl BitmapEntry {
     }
 
     pub fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
-        let bytes = if self.has_bits() { self.bytes } else { old.bytes };
-        BitmapEntry { bytes, ..self }
+        BitmapEntry { bytes: if self.has_bits() { self.bytes } else { old.bytes }, ..self }
     }
 
     pub fn has_bits(&self) -> bool {

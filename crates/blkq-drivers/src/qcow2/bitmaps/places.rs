@@ -184,8 +184,7 @@ async fn write_directory(
         count => {
             let place = write_new(env, &directory, taken).await?;
             new.directory = Some(place);
-            let directory_bytes = directory.len() as u64;
-            Some(BitmapsExtension { count, directory_bytes, directory: place.host })
+            Some(BitmapsExtension { count, directory_bytes: directory.len() as u64, directory: place.host })
         }
     };
     // The flush also makes the new directory and tables durable, before the header refers to them.
@@ -201,10 +200,8 @@ pub async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> 
         plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
     for (at, bytes) in changes {
         let changed = change_header(env, at, &bytes).await;
-        if changed.is_err() {
-            // The header on disk may be the old or the new one.
-            env.state().writer.failed = true;
-        }
+        // After an error, the header on disk may be the old or the new one.
+        env.state().writer.failed |= changed.is_err();
         changed?;
     }
     let mut state = env.state();
@@ -230,8 +227,7 @@ async fn make_place(env: &Env, named: BitmapEntry, taken: &mut Vec<Clusters>) ->
     }
     table.resize(clusters as usize, 0);
     let table: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-    let table = write_new(env, &table, taken).await?;
-    Ok(Place { named, table, bits })
+    Ok(Place { named, table: write_new(env, &table, taken).await?, bits })
 }
 
 /// Reserves space in the file for new clusters; writes zeroes where that is not supported.

@@ -310,10 +310,8 @@ pub async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let mut buffer = env.read(0, start as u64, (end - start) as u64).await?;
     buffer[at - start..][..bytes.len()].copy_from_slice(bytes);
     let written = env.io.submit(env.write_op(start as u64).with_buffer(buffer)).await;
-    if written.is_err() {
-        // The header on disk may be the old or the new one.
-        env.state().writer.failed = true;
-    }
+    // After an error, the header on disk may be the old or the new one.
+    env.state().writer.failed |= written.is_err();
     written.map(drop)
 }
 

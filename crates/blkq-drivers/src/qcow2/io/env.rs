@@ -182,8 +182,7 @@ impl Env {
         let read = self.read(key.layer, key.offset, bytes as u64).await;
         self.loading.borrow_mut().remove(&key);
         self.io.changed();
-        let read = read?;
-        Ok(self.state().cache.insert(key, table, &read).is_some())
+        Ok(self.state().cache.insert(key, table, &read?).is_some())
     }
 }
 

@@ -36,8 +36,7 @@ pub async fn exclude_flushes(env: &Env, task: impl Future<Output = IoResult>) ->
     while std::mem::replace(&mut env.state().writer.flushing, true) {
         env.io.wait().await;
     }
-    let has_failed = env.state().writer.failed;
-    let result = if has_failed { Err(Status::Io) } else { task.await };
+    let result = if env.state().writer.failed { Err(Status::Io) } else { task.await };
     env.state().writer.flushing = false;
     env.io.changed();
     result
@@ -54,16 +53,13 @@ pub async fn flush_refcounts(env: &Env) -> IoResult {
 
 pub async fn sync(env: &Env) -> IoResult {
     let synced = env.io.submit(Op::sync()).await;
-    if synced.is_err() {
-        env.state().writer.failed = true;
-    }
+    env.state().writer.failed |= synced.is_err();
     synced.map(drop)
 }
 
 /// Makes a new tag in the header durable before the file gets refcounts of clusters that may leak.
 async fn sync_tag(env: &Env) -> IoResult {
-    let is_new = std::mem::take(&mut env.state().writer.tag_is_new);
-    if is_new { sync(env).await } else { Ok(()) }
+    if std::mem::take(&mut env.state().writer.tag_is_new) { sync(env).await } else { Ok(()) }
 }
 
 async fn write_all(env: &Env, durable: bool) -> IoResult {
@@ -172,8 +168,7 @@ fn sectors_of(entries: &BTreeSet<usize>, offset: u64, table: &[u64], align: u64)
     let numbers: BTreeSet<usize> = entries.iter().map(|entry| entry * 8 / sector).collect();
     let content = |number: usize| {
         let mut buffer = IoBuffer::zeroed(sector);
-        let first = number * sector / 8;
-        put_numbers(&mut buffer, &table[first..]);
+        put_numbers(&mut buffer, &table[number * sector / 8..]);
         buffer
     };
     numbers.into_iter().map(|number| (offset + (number * sector) as u64, content(number))).collect()

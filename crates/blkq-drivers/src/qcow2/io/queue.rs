@@ -202,8 +202,7 @@ unsafe impl DriverQueue for Qcow2Queue {
             return self.run(cx);
         }
         let tag = Tag(payload as u16);
-        let epoch = cx.pdu(tag)[0] as usize;
-        self.env.shared.epochs.leave(epoch);
+        self.env.shared.epochs.leave(cx.pdu(tag)[0] as usize);
         self.plain_in_flight -= 1;
         let request = cx.request(tag);
         if i64::from(cqe.result) == request.bytes() as i64 {

@@ -236,10 +236,7 @@ impl BlockCommit {
             let Some(range) = self.next_allocated(check)? else { break };
             self.extents.push_back(range);
         }
-        if self.extents.is_empty() {
-            return Ok(false);
-        }
-        flush().map(|()| true)
+        if self.extents.is_empty() { Ok(false) } else { flush().map(|()| true) }
     }
 
     /// Copies from the first extent: at most 1 MiB of data, one compressed cluster, or one run of zeroes.
@@ -315,8 +312,7 @@ impl BlockCommit {
         match &target {
             Target::Raw(_) => {
                 // A raw device locks only the bytes that it serves.
-                let size = device.limits().size_bytes();
-                lock::release(&self.base, &(size..WHOLE_FILE.end));
+                lock::release(&self.base, &(device.limits().size_bytes()..WHOLE_FILE.end));
             }
             // The overlay read the base by tables from before the commit. It no longer does, so clusters that
             // the copies released can be freed.

@@ -14,7 +14,7 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error};
 
 use crate::errors::{invalid, malformed, unsupported};
-use crate::image_file::{ImageFile, LockKind, WHOLE_FILE, check_not_longer, name_now};
+use crate::image_file::{ImageFile, LockKind, WHOLE_FILE, check_not_longer, name_now, sync};
 use crate::options::{ImageFormat, Journals};
 use crate::qcow2::chain::{self, OverlayBase, check_is_no_link};
 use crate::qcow2::format::{EXTENSION_BACKING_FORMAT, FIXED_BYTES, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
@@ -228,7 +228,7 @@ impl Qcow2 {
         let cannot = |e| Error::system("cannot duplicate a descriptor of the new image", e);
         let file = top.file.try_clone().map_err(cannot)?;
         base.write_overlay(&file, path.parent().unwrap_or(Path::new("/")))?;
-        top.sync().map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
+        sync(&top.file).map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         Qcow2::on_top(Layer::with_tables(top)?, below, journals, None)
     }
 

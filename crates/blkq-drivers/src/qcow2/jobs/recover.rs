@@ -169,8 +169,7 @@ impl Qcow2 {
     /// Changes the tag in the header, without a sync. A power loss may undo this, but it destroys the journal
     /// too. The next flush of the metadata makes a new tag durable.
     pub(in crate::qcow2) fn set_tag(&self, tag: u32) -> Result<(), Error> {
-        let old = self.tag();
-        if old == tag {
+        if self.tag() == tag {
             return Ok(());
         }
         self.shared.run("change its header", async move |env| {

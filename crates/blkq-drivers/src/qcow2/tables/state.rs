@@ -318,8 +318,7 @@ impl State {
         let Entry::Data { host: begin, copied: true } = entry(index)? else { return Ok(None) };
         let skip = position % cluster;
         let mut run = cluster - skip;
-        let count = self.cache.slice_bytes() / 8;
-        for next in index + 1..count {
+        for next in index + 1..self.cache.slice_bytes() / 8 {
             if run >= bytes || entry(next)? != (Entry::Data { host: begin + skip + run, copied: true }) {
                 break;
             }
@@ -363,8 +362,7 @@ impl State {
         for number in 0..count {
             self.cache.set_entry(slot, index + number as usize, entry + (number << bits));
         }
-        let offset = self.cache.entry_offset(slot, index);
-        self.note(Record::L2 { offset, entry, count });
+        self.note(Record::L2 { offset: self.cache.entry_offset(slot, index), entry, count });
         self.writer.note_linked((entry & OFFSET) >> bits, count);
     }
 
