@@ -386,7 +386,6 @@ fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {
 }
 
 /// Reports the current path of an open image, even after a rename and after this process has left the mount namespace.
-#[derive(Clone, Debug)]
 pub(crate) struct ImageName {
     path: PathBuf,
     /// Once the process has left its mount namespace, the kernel reports paths relative to this mount.

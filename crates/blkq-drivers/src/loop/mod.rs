@@ -34,9 +34,9 @@ use crate::image_file::{
     ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, check_not_longer,
     choose_mode, sync,
 };
-
 use crate::options::ImageFormat;
 pub use crate::options::{DirectIo, Dispatch, DriverOptions};
+
 use bitmaps::FileBitmaps;
 pub use bitmaps::is_bitmap_file;
 use queue::LoopQueue;

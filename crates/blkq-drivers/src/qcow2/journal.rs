@@ -143,8 +143,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal of the image with the given device number and inode, and creates it if `make` is set. No other process may write to it. Fails
-    /// with [`ErrorKind::Invalid`] if another user owns the file.
+    /// Opens the journal of the image with the given device number and inode, and creates it if `make` is set. No other
+    /// process may write to it. Fails with [`ErrorKind::Invalid`] if another user owns the file.
     pub fn open(journals: &Journals, identity: (u64, u64), make: bool) -> Result<Journal, Error> {
         let path = journals.directory.join(format!("{:x}-{:x}", identity.0, identity.1));
         let failed = |e: Errno| Error::system(format!("cannot open the journal {}", path.display()), e);

@@ -58,7 +58,6 @@ const _: () = assert!(size_of::<libc::iovec>() == 16 && size_of::<Handle>() == s
 macro_rules! libraries {
     ($($file:literal { $($name:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* })*) => {
         /// The functions that this driver calls, under their names in C.
-        #[allow(missing_docs, reason = "each is documented in its header")]
         pub struct Library {
             $($(pub $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*)*
         }

@@ -1,15 +1,13 @@
 //! The RBD driver: an image in a Ceph cluster, accessed through librbd, Ceph's own library.
 //!
-//! - `spec`: the name of an image.
 //! - `library`: the functions of Ceph's libraries, which are loaded when they are needed.
-//! - `image`: opens, inspects and closes an image. Its calls may block without a limit, so they run on a thread of
-//!   their own, in `thread`.
+//! - `image`: the name of an image; opens, inspects and closes an image. Its calls may block without a limit, so they run
+//!   on a thread of their own, in `thread`.
 //! - `queue`: the data path.
 
 mod image;
 mod library;
 mod queue;
-mod spec;
 mod thread;
 
 use std::ops::Range;
@@ -26,10 +24,10 @@ use crate::errors::invalid;
 use crate::extents::{all_data, describe};
 use crate::options::{DriverOptions, check_logical_block};
 
+pub use image::RbdSpec;
 use image::{Facts, Image, Lock, client, reads_only};
 use library::Library;
 use queue::{Losses, RbdQueue, SEGMENTS_MAX, Shared};
-pub use spec::RbdSpec;
 use thread::ImageThread;
 
 /// Largest read or write, and largest write zeroes that must not deallocate, in bytes: the default size of an

@@ -18,8 +18,8 @@ use io_uring::{opcode, types};
 
 use crate::errors::invalid;
 
+use super::image::RbdSpec;
 use super::library::{Handle, WRITE_ZEROES_THICK};
-use super::spec::RbdSpec;
 use super::thread::ImageThread;
 
 /// How often completions are fetched while the ring cannot poll the eventfd, in nanoseconds.

@@ -13,8 +13,7 @@ use blkq::{Error, ErrorKind};
 
 use crate::options::DriverOptions;
 
-use super::image::{Facts, Image, Submission};
-use super::spec::RbdSpec;
+use super::image::{Facts, Image, RbdSpec, Submission};
 
 /// How long opening an image may take. Ceph drops a killed client's lock after 30 seconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);

@@ -31,7 +31,6 @@ struct Remaining<'a> {
     source: Source<'a>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Step {
     /// In place: the first number is the byte of the file, the second the number of bytes.
     InPlace(u64, u64),

@@ -50,10 +50,8 @@ impl Qcow2 {
             ));
         }
         let journals = journals.filter(|_| has_tags);
-        let found = match journals {
-            Some(all) if tag != 0 => journal::find(all, self.file())?,
-            _ => None,
-        };
+        let tagged = journals.filter(|_| tag != 0);
+        let found = tagged.map(|all| journal::find(all, self.file())).transpose()?.flatten();
         let mut leaked = BTreeSet::new();
         let left = found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag));
         let is_lost = tag != 0 && !matches!(left, Left::Records(_));

@@ -1,6 +1,6 @@
-//! The state of an image and its chain: the tables, the cache, and the refcounts, each of 1 to 64 bits. One lock protects all
-//! of it; no task holds the lock while it waits. A lookup that needs a table which is not in memory returns
-//! [`NotReady`]; the task provides what is missing, and repeats the lookup.
+//! The state of an image and its chain: the tables, the cache, and what is allocated, which the refcounts of 1 to 64 bits
+//! record. One lock protects all of it; no task holds the lock while it waits. A lookup that needs a table which is not in
+//! memory returns [`NotReady`]; the task provides what is missing, and repeats the lookup.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
