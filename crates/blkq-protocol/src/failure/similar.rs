@@ -1,5 +1,9 @@
 //! Suggests a known name for a mistyped one.
 
+/// The optimal string alignment distance: the smallest number of letters to insert, remove, replace or exchange with
+/// the next letter to turn one word into the other.
+pub use strsim::osa_distance as distance;
+
 /// Returns the name in `names` that is closest to `word`, if they differ in at most a third of the letters. Case,
 /// hyphens and underscores are ignored: `readonly` and `read_only` equal `read-only`.
 pub fn closest<S: AsRef<str>>(word: &str, names: impl IntoIterator<Item = S>) -> Option<S> {
@@ -17,26 +21,6 @@ pub fn closest<S: AsRef<str>>(word: &str, names: impl IntoIterator<Item = S>) ->
 /// Returns the end of a message about an unknown `word`: `; did you mean NAME?`, or nothing if no name is similar.
 pub fn did_you_mean<S: AsRef<str>>(word: &str, names: impl IntoIterator<Item = S>) -> String {
     closest(word, names).map(|name| format!("; did you mean {}?", name.as_ref())).unwrap_or_default()
-}
-
-/// The optimal string alignment distance: the smallest number of letters to insert, remove, replace or exchange with
-/// the next letter to turn one word into the other.
-pub fn distance(one: &str, other: &str) -> usize {
-    let [one, other] = [one, other].map(|word| word.chars().collect::<Vec<char>>());
-    let mut rows = vec![vec![0; other.len() + 1]; one.len() + 1];
-    rows[0] = (0..=other.len()).collect();
-    for above in 0..one.len() {
-        rows[above + 1][0] = above + 1;
-        for at in 0..other.len() {
-            let replaced = rows[above][at] + usize::from(one[above] != other[at]);
-            let least = replaced.min(rows[above + 1][at] + 1).min(rows[above][at + 1] + 1);
-            let is_exchanged =
-                above > 0 && at > 0 && one[above] == other[at - 1] && one[above - 1] == other[at];
-            rows[above + 1][at + 1] =
-                if is_exchanged { least.min(rows[above - 1][at - 1] + 1) } else { least };
-        }
-    }
-    rows[one.len()][other.len()]
 }
 
 #[cfg(test)]
