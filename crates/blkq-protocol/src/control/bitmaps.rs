@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum BitmapChange {
+    /// `granularity` is the number of bytes per bit.
     Add {
         name: String,
-        /// Number of bytes per bit.
         granularity: u64,
     },
     Remove {

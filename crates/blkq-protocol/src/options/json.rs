@@ -13,7 +13,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::values::{image_text, parse_hang_warning, parse_image};
+use super::values::{image_text, parse_hang_warning, parse_image, parse_mode};
 
 pub trait Json: Sized {
     type Form: Serialize + DeserializeOwned;
@@ -108,14 +108,26 @@ impl Json for Duration {
     }
 }
 
+/// Permissions of files, the only numbers with this form: octal digits, as for chmod(1).
+impl Json for u32 {
+    type Form = String;
+
+    fn form(&self) -> String {
+        format!("{self:03o}")
+    }
+
+    fn read(digits: String) -> Result<u32, String> {
+        parse_mode(&digits)
+    }
+}
+
 macro_rules! by_name {
-    ($($type:ty: |$value:ident| $name:expr;)*) => {$(
+    ($name:ident: $($type:ty),*) => {$(
         impl Json for $type {
             type Form = String;
 
             fn form(&self) -> String {
-                let $value = self;
-                $name
+                self.$name().into()
             }
 
             fn read(name: String) -> Result<$type, String> {
@@ -125,29 +137,5 @@ macro_rules! by_name {
     )*};
 }
 
-by_name! {
-    DirectIo: |mode| mode.name().to_owned();
-    Dispatch: |mode| mode.name().to_owned();
-    ClockMode: |mode| mode.to_string();
-    SchedulerKind: |kind| kind.to_string();
-    FaultSpec: |spec| spec.to_string();
-    LimitMode: |limits| limits.to_string();
-    ErrorPolicy: |policy| policy.to_string();
-}
-
-/// Permissions of files as octal digits, as for chmod(1).
-pub mod octal {
-    use serde::de::Error;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    use crate::options::values::parse_mode;
-
-    pub fn serialize<S: Serializer>(mode: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
-        mode.map(|mode| format!("{mode:03o}")).serialize(serializer)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-        let digits = Option::<String>::deserialize(deserializer)?;
-        digits.map(|digits| parse_mode(&digits)).transpose().map_err(D::Error::custom)
-    }
-}
+by_name!(name: DirectIo, Dispatch);
+by_name!(to_string: ClockMode, SchedulerKind, FaultSpec, LimitMode, ErrorPolicy);

@@ -156,7 +156,7 @@ pub struct AttachOptions {
     /// Set the permissions of the sockets of --listen unix:PATH and --vhost-socket, as for chmod(1): 660 for the group,
     /// 666 for all users [default: 600, or 660 with --socket-group]
     #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = headings::ACCESS)]
-    #[serde(with = "json::octal")]
+    #[serde(with = "json")]
     pub socket_mode: Option<u32>,
     /// Set the group of the sockets of --listen unix:PATH and --vhost-socket
     #[arg(long, value_name = "GROUP", help_heading = headings::ACCESS)]
