@@ -12,12 +12,14 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::dying::{DYING_WAIT, ProcessState};
 use super::remains::{last_lines, orphaned};
-use super::upgrade::OWNER_BYTE;
-use super::{OLD_LOG, OPTIONS, OWNER, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
+use super::{
+    OLD_LOG, OPTIONS, OWNER, OWNER_BYTE, RESERVED_BYTE, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name,
+    name_from, remove,
+};
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
 use crate::options::{AttachOptions, Export, find_ceph_files, with_write_access};
-use crate::system::record_lock::lock_byte;
+use crate::system::record_lock::{is_byte_locked, lock_byte};
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.
@@ -239,7 +241,7 @@ impl Claim {
                 continue;
             }
             // Only the next daemon may claim a device that is being handed over.
-            if !matches!(taker, Taker::Successor) && StateDir::is_reserved(&lock) {
+            if !matches!(taker, Taker::Successor) && is_byte_locked(&lock, RESERVED_BYTE) {
                 return Ok(Attempt::OfAnother);
             }
             let state = dir.read_state(name);

@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::upgrade::OWNER_BYTE;
-use super::{OLD_LOG, ProcessState, StateDir};
+use super::{OLD_LOG, OWNER_BYTE, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
 use crate::system::record_lock::is_byte_locked;
@@ -29,10 +28,11 @@ pub enum Found {
 }
 
 /// The state that a killed or crashed daemon has left.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
     /// Only files are left, which the next attach of this name removes or replaces.
+    #[default]
     Dead,
     /// A block device is left in the kernel. Its I/O waits until another daemon recovers it.
     Orphan,
@@ -48,7 +48,7 @@ impl Fate {
 }
 
 /// A device whose daemon was killed or crashed.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Remains {
     pub name: String,
     pub state: Fate,
@@ -90,18 +90,7 @@ impl StateDir {
         };
         let log = self.last_log(name);
         let log_lines = last_lines(&log).unwrap_or_default();
-        let mut remains = Remains {
-            name: name.to_owned(),
-            state: Fate::Dead,
-            recoverable: false,
-            pid: owner,
-            image: String::new(),
-            file: None,
-            exports: Vec::new(),
-            log,
-            log_lines,
-            error: String::new(),
-        };
+        let mut remains = Remains { name: name.to_owned(), pid: owner, log, log_lines, ..Remains::default() };
         let mut is_guest = false;
         if let Some(state) = self.read_state(name) {
             is_guest = state.is_guest();
