@@ -1,8 +1,6 @@
 //! `--hang-warning`: logs requests that are in flight for too long and engines that do not answer, once each,
 //! and again when they complete or answer. The same thread logs held requests and failed I/O.
 
-mod io_errors;
-
 use std::fmt::Write;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,10 +13,8 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
 use blkq::hang::{Hang, HangCompletion, HangScan, Place};
-use blkq::{Disk, EngineHandle, PeriodicThread, Wakeup};
+use blkq::{Disk, EngineHandle, Failures, PeriodicThread, Wakeup};
 use blkq_protocol::failure::Outcome;
-
-use crate::hangs::io_errors::IoErrorLog;
 
 /// Number of scans within the time that a request may take. The interval is limited by the two constants
 /// below.
@@ -26,8 +22,8 @@ const SCANS: u32 = 8;
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
 /// Maximum time between two checks for held and failed requests.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Minimum time between two lines about held requests.
-const HELD_LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// Minimum time between two lines about held requests, and between two lines about failed I/O.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the watcher waits for an engine's answer before it continues with the next engine.
 const ANSWER_WAIT: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
@@ -159,7 +155,7 @@ impl Watcher {
     }
 
     /// Logs when requests are held and when none are held again. Lines that say that requests are held are at
-    /// least [`HELD_LOG_INTERVAL`] apart.
+    /// least [`LOG_INTERVAL`] apart.
     fn check_held(&mut self, log: &dyn Fn(&str)) {
         let held = self.disk.held();
         match (held, self.logged_held) {
@@ -173,7 +169,7 @@ impl Watcher {
                 let hint = resume_hint(&self.disk);
                 log(&format!("held: {held} {requests} failed and {verb} held, and the clients wait; {hint}"));
                 self.logged_held = true;
-                self.log_held_from_ns = (self.now_ns)() + HELD_LOG_INTERVAL.as_nanos() as u64;
+                self.log_held_from_ns = (self.now_ns)() + LOG_INTERVAL.as_nanos() as u64;
             }
             _ => {}
         }
@@ -217,6 +213,37 @@ impl Watcher {
                 Err(RecvTimeoutError::Disconnected) => (watched.asked, watched.hung) = (None, 0),
             }
         }
+    }
+}
+
+/// Failed I/O that is not in the log yet. The log gets at most one line per device and interval, with the number of
+/// failures that were not logged.
+#[derive(Default)]
+struct IoErrorLog {
+    failures: Failures,
+    /// Earliest time of the next line.
+    next_ns: u64,
+}
+
+impl IoErrorLog {
+    fn add(&mut self, failures: Failures) {
+        self.failures.add(failures);
+    }
+
+    /// Writes a line if there are failures and the previous line was written long enough before `now_ns`.
+    fn write(&mut self, now_ns: u64, log: &dyn Fn(&str)) {
+        if now_ns < self.next_ns {
+            return;
+        }
+        let Failures { first, more, .. } = std::mem::take(&mut self.failures);
+        let Some(first) = first else { return };
+        let others = match more {
+            0 => String::new(),
+            1 => " (1 more error was not logged)".to_owned(),
+            _ => format!(" ({more} more errors were not logged)"),
+        };
+        log(&format!("I/O error: {first}{others}"));
+        self.next_ns = now_ns + LOG_INTERVAL.as_nanos() as u64;
     }
 }
 
@@ -293,12 +320,16 @@ fn state_in(status: &File) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::thread::JoinHandle;
 
     use blkq::testing::{assert_stays, wait_for, wait_until};
-    use blkq::{Bio, Completion, Cqe, EngineThread, Error, ErrorPolicy, Resume, Source, SourceContext};
+    use blkq::{
+        Bio, Completion, Cqe, EngineThread, Error, ErrorPolicy, IoBuffer, LocalQueue, Resume, Sector, Source,
+        SourceContext,
+    };
     use blkq_drivers::fault::FaultSpec;
     use blkq_drivers::{DriverOptions, DriverSpec, open};
 
@@ -454,7 +485,7 @@ mod tests {
         let writer = hold();
         scans.scan();
         assert_eq!(count(&scans), 2);
-        scans.add(HELD_LOG_INTERVAL);
+        scans.add(LOG_INTERVAL);
         scans.scan();
         assert_eq!(count(&scans), 3);
         fail(writer);
@@ -526,5 +557,45 @@ mod tests {
         scans.wait("answers again");
         assert_eq!((scans.watcher.counters.stalls(), scans.lines.with("not answered").len()), (1, 1));
         disk.set_driver(&FaultSpec::default()).unwrap();
+    }
+    /// Submits a write at each of these sectors, which fails, and returns the failures that the queue recorded.
+    fn fail(queue: &mut LocalQueue, sectors: &[u64]) -> Failures {
+        for sector in sectors {
+            queue.submit(Bio::write(Sector(*sector), IoBuffer::zeroed(4096), *sector)).unwrap();
+            queue.wait(1);
+            assert!(queue.completions().all(|completion| completion.result.is_err()));
+        }
+        queue.scan_for_hangs(0, u64::MAX).failures
+    }
+
+    // Contract: errors
+    #[test]
+    fn one_line_has_the_first_failure_and_the_number_of_the_others() {
+        let fault = Some("error=ENOSPC,op=write".parse().unwrap());
+        let opened = open(&DriverSpec::Ram(1 << 20), &DriverOptions { fault, ..DriverOptions::default() });
+        let disk: Arc<Disk> = Disk::builder_shared(opened.unwrap().driver).build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        let (mut errors, lines) = (IoErrorLog::default(), RefCell::new(Vec::new()));
+        let log = |line: &str| lines.borrow_mut().push(line.to_owned());
+        let second = 1_000_000_000;
+        errors.write(second, &log);
+        assert!(lines.borrow().is_empty(), "nothing has failed");
+        errors.add(fail(&mut queue, &[8, 16, 24]));
+        errors.write(second, &log);
+        errors.add(fail(&mut queue, &[32]));
+        errors.add(fail(&mut queue, &[40]));
+        errors.write(10 * second, &log);
+        let line = |sector: u64, others: &str| {
+            let why = "no space left on the backing store";
+            format!(
+                "I/O error: write at sector {sector}, 8 sectors: {why}; client: user_data {sector} ({others})"
+            )
+        };
+        let first = line(8, "2 more errors were not logged");
+        assert_eq!(*lines.borrow(), [first], "the next line is not due");
+        errors.write(11 * second, &log);
+        assert_eq!(lines.borrow()[1..], [line(32, "1 more error was not logged")]);
+        errors.write(30 * second, &log);
+        assert_eq!((lines.borrow().len(), disk.failed_requests(0)), (2, 5));
     }
 }
