@@ -29,7 +29,7 @@ use rustix::process::{geteuid, umask};
 use crate::device::{self, FLUSHES_IGNORED, take};
 use crate::log;
 use crate::pid_file::{self, PidFile};
-use crate::sandbox::operations::OPERATIONS;
+use crate::sandbox::OPERATIONS;
 
 use commands::{accept, accept_all, answer};
 use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination};

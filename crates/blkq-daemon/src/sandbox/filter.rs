@@ -61,6 +61,10 @@ fn load(offset: usize) -> libc::sock_filter {
     statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset as u32)
 }
 
+fn masked(mask: u32) -> libc::sock_filter {
+    statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, mask)
+}
+
 fn answer(action: u32) -> libc::sock_filter {
     statement(libc::BPF_RET | libc::BPF_K, action)
 }
@@ -84,7 +88,7 @@ pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
         load(offset_of!(libc::seccomp_data, nr)),
         unless(libc::SYS_io_uring_register as u32, 5),
         load(offset_of!(libc::seccomp_data, args) + 8),
-        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, !1),
+        masked(!1),
         unless(REGISTER_EVENTFD, 1),
         answer(libc::SECCOMP_RET_ALLOW),
         answer(libc::SECCOMP_RET_KILL_PROCESS),
@@ -112,17 +116,14 @@ pub(super) fn program(calls: Lists) -> Vec<libc::sock_filter> {
                 // the mask ignores is not tested.
                 let lower = (at, mask as u32, value as u32);
                 let upper = (at + 4, (mask >> 32) as u32, (value >> 32) as u32);
-                let halves: Vec<_> = [lower, upper].into_iter().filter(|half| half.1 != 0).collect();
-                program.push(unless(call.number as u32, 3 * halves.len() as u8 + 2));
-                for (index, (at, mask, value)) in halves.iter().copied().enumerate() {
-                    let behind = 3 * (halves.len() - 1 - index) as u8 + 1;
-                    program.extend([
-                        load(at),
-                        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, mask),
-                        unless(value, behind),
-                    ]);
+                let mut test = vec![answer(libc::SECCOMP_RET_ALLOW), answer(REFUSE)];
+                for (at, mask, value) in [upper, lower].into_iter().filter(|half| half.1 != 0) {
+                    // If a half differs, all instructions up to the last one are skipped.
+                    let equal = unless(value, test.len() as u8 - 1);
+                    test.splice(0..0, [load(at), masked(mask), equal]);
                 }
-                program.extend([answer(libc::SECCOMP_RET_ALLOW), answer(REFUSE)]);
+                program.push(unless(call.number as u32, test.len() as u8));
+                program.extend(test);
             }
         }
     }

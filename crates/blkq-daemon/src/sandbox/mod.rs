@@ -8,7 +8,6 @@
 mod capabilities;
 mod filter;
 mod landlock;
-pub mod operations;
 pub mod seccomp;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,11 +16,12 @@ use std::sync::LazyLock;
 
 use blkq::ring::{self, Policy};
 use blkq_export::ublk::{self, CONTROL_PATH, SETTINGS_DIRECTORY};
+use blkq_protocol::daemon::Operation;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::Confinement;
+use io_uring::opcode;
 use rustix::thread::{CapabilitySet, set_no_new_privs};
 
-use crate::sandbox::operations::OPERATIONS;
 use landlock::{BIND_TCP, CONNECT_TCP, Landlock, access};
 
 #[derive(Debug, Default)]
@@ -46,6 +46,28 @@ pub fn engine(partscan: bool) -> Outcome {
     let kept = if partscan { CapabilitySet::SYS_ADMIN } else { CapabilitySet::empty() };
     enter(kept, Some(landlock), seccomp::ENGINE).map(drop)
 }
+
+/// The io_uring operations that a daemon uses: name, number and purpose. The rings of a confined daemon allow no others. None of them
+/// takes an address: SEND and SENDMSG could connect a socket (MSG_FASTOPEN) or send a datagram to any path.
+pub const OPERATIONS: [Operation; 17] = [
+    ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
+    ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
+    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
+    ("IORING_OP_WRITE", opcode::Write::CODE, "writing files, NBD under TLS"),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE, "writing from several buffers, NBD replies"),
+    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE, "direct writes from registered buffers"),
+    ("IORING_OP_READV_FIXED", opcode::ReadvFixed::CODE, "reading into several pieces of registered memory"),
+    ("IORING_OP_WRITEV_FIXED", opcode::WritevFixed::CODE, "writing from several pieces of registered memory"),
+    ("IORING_OP_FSYNC", opcode::Fsync::CODE, "flush"),
+    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
+    ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),
+    ("IORING_OP_TIMEOUT", opcode::Timeout::CODE, "freeing memory that is not used"),
+    ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE, "detach, closing connections"),
+    ("IORING_OP_URING_CMD", opcode::UringCmd16::CODE, "ublk, discard of block devices"),
+    ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
+    ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
+    ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
+];
 
 static NUMBERS: LazyLock<Vec<u8>> =
     LazyLock::new(|| OPERATIONS.iter().map(|(_, number, _)| *number).collect());
