@@ -1,6 +1,6 @@
 //! The state of a device, for `blkq show` and `blkq list`.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use blkq::QueueLimits;
@@ -11,86 +11,81 @@ use blkq_export::nbd::{ConnectionInfo, NbdCounters};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters, VhostUserDevice};
 use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::failure::Failure;
-use blkq_protocol::info::{ClientInfo, Confinement, DeviceInfo, DirectIoInfo};
+use blkq_protocol::failure::Outcome;
+use blkq_protocol::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use blkq_protocol::options::{Key, ROWS};
 
+use super::Device;
 use super::running::Running;
 use super::settings::LiveSettings;
 use crate::log;
 
-/// Facts that do not change after the attach.
-pub(super) struct Attached {
-    pub(super) state_directory: PathBuf,
-    pub(super) warnings: Vec<String>,
-    /// Why the device is not exported over ublk, if that would have been the default.
-    pub(super) fallback: Option<Failure>,
-    pub(super) partscan: bool,
-    pub(super) flushes_ignored: bool,
-}
-
 /// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
 const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];
 
-/// Describes a device.
-pub(super) fn info(
-    attached: &Attached,
-    settings: &LiveSettings,
-    sandbox: Confinement,
-    running: &Running,
-) -> DeviceInfo {
-    let now = lock(&running.served).clone();
-    let disk = &running.disk;
-    let limits = disk.limits();
-    let mut facts = disk.driver().describe();
-    let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
-    let front_end = front_end.as_ref();
-    let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
-    let in_force = settings_now(settings, running, &facts, front_end).map(owned).collect();
-    let direct_io = take_direct_io(&mut facts);
-    // Shown with the settings.
-    take(&mut facts, Key::Dispatch.row().name);
-    let clients =
-        running.servers.connections().map(|ConnectionInfo { peer, age, counters, in_flight, .. }| {
-            let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = counters;
-            client_info(peer, age, [requests, errors, read_bytes, written_bytes], in_flight)
+impl Device {
+    /// Fails if the device has stopped.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        let running = self.running()?;
+        let now = lock(&running.served).clone();
+        let disk = &running.disk;
+        let limits = disk.limits();
+        let mut facts = disk.driver().describe();
+        let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
+        let front_end = front_end.as_ref();
+        let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
+        let in_force = settings_now(&self.settings, &running, &facts, front_end).map(owned).collect();
+        let direct_io = take_direct_io(&mut facts);
+        // Shown with the settings.
+        take(&mut facts, Key::Dispatch.row().name);
+        let clients =
+            running.servers.connections().map(|ConnectionInfo { peer, age, counters, in_flight, .. }| {
+                let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = counters;
+                client_info(peer, age, [requests, errors, read_bytes, written_bytes], in_flight)
+            });
+        let guest = front_end.map(|FrontEndInfo { peer, age, counters, in_flight, .. }| {
+            let VhostUserCounters { requests, errors, read_bytes, written_bytes, .. } = *counters;
+            client_info(peer.clone(), *age, [requests, errors, read_bytes, written_bytes], *in_flight)
         });
-    let guest = front_end.map(|FrontEndInfo { peer, age, counters, in_flight, .. }| {
-        let VhostUserCounters { requests, errors, read_bytes, written_bytes, .. } = *counters;
-        client_info(peer.clone(), *age, [requests, errors, read_bytes, written_bytes], *in_flight)
-    });
-    let mut warnings = disk.driver().warnings();
-    warnings.extend(attached.warnings.iter().cloned());
-    let broken = disk.broken();
-    warnings.extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
-    warnings.extend(front_end.into_iter().flat_map(rejected_rings));
-    warnings.extend(front_end.and_then(unregistered_memory));
-    DeviceInfo {
-        name: disk.name().to_owned(),
-        pid: std::process::id(),
-        uptime_seconds: running.uptime_ns() / 1_000_000_000,
-        state_directory: attached.state_directory.clone(),
-        log: log::path().map(Path::to_owned),
-        exports: running.exports(),
-        clients: clients.chain(guest).collect(),
-        image: now.image,
-        driver: disk.driver().name().to_owned(),
-        size: limits.size_bytes(),
-        sector_size: limits.logical_block_bytes,
-        physical_sector_size: limits.physical_block_bytes,
-        read_only: limits.read_only,
-        autoclear: settings.is_autoclear(),
-        held: disk.held(),
-        commit: running.changes.commit(),
-        unsafe_flush_ignore: attached.flushes_ignored,
-        partscan: attached.partscan,
-        sandbox,
-        direct_io,
-        attach_options: now.attach_options,
-        capabilities: capabilities(&limits),
-        settings: in_force,
-        driver_facts: facts.into_iter().map(owned).collect(),
-        warnings,
+        let mut warnings = disk.driver().warnings();
+        warnings.extend(self.warnings.iter().cloned());
+        let broken = disk.broken();
+        warnings
+            .extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
+        warnings.extend(front_end.into_iter().flat_map(rejected_rings));
+        warnings.extend(front_end.and_then(unregistered_memory));
+        Ok(DeviceInfo {
+            name: disk.name().to_owned(),
+            pid: std::process::id(),
+            uptime_seconds: running.uptime_ns() / 1_000_000_000,
+            state_directory: self.state_directory.clone(),
+            log: log::path().map(Path::to_owned),
+            exports: running.exports(),
+            clients: clients.chain(guest).collect(),
+            image: now.image,
+            driver: disk.driver().name().to_owned(),
+            size: limits.size_bytes(),
+            sector_size: limits.logical_block_bytes,
+            physical_sector_size: limits.physical_block_bytes,
+            read_only: limits.read_only,
+            autoclear: self.is_autoclear(),
+            held: disk.held(),
+            commit: running.changes.commit(),
+            unsafe_flush_ignore: self.flushes_ignored,
+            partscan: self.partscan,
+            sandbox: self.confinement.clone(),
+            direct_io,
+            attach_options: now.attach_options,
+            capabilities: capabilities(&limits),
+            settings: in_force,
+            driver_facts: facts.into_iter().map(owned).collect(),
+            warnings,
+        })
+    }
+
+    /// Sorted by name. Fails if the device has stopped.
+    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
+        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| bitmap_info(bitmap)).collect())
     }
 }
 
@@ -178,7 +173,7 @@ fn capabilities(limits: &QueueLimits) -> Vec<String> {
     able.into_iter().filter(|(able, _)| *able).map(|(_, name)| name.to_owned()).collect()
 }
 
-pub(super) fn bitmap_info(bitmap: &Bitmap) -> BitmapInfo {
+fn bitmap_info(bitmap: &Bitmap) -> BitmapInfo {
     let (state, dirty) = match bitmap.state() {
         BitmapState::Recording => ("recording", Some(bitmap.dirty_bytes())),
         BitmapState::Disabled => ("disabled", Some(bitmap.dirty_bytes())),

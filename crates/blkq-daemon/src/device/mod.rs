@@ -1,9 +1,7 @@
 //! Serves a device: connects the block layer to an image and to the exports.
 
 mod background;
-mod changes;
 mod commit;
-mod events;
 mod exports;
 mod facts;
 mod image;
@@ -29,13 +27,13 @@ use blkq::sync::lock;
 use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
-use blkq_drivers::qcow2::{BaseFiles, Qcow2, Target};
+use blkq_drivers::qcow2::Qcow2;
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
-use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
+use blkq_protocol::control::NewSize;
+use blkq_protocol::control::bitmaps::BitmapChange;
 use blkq_protocol::control::statistics::Statistics;
-use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
@@ -44,25 +42,21 @@ use blkq_protocol::options::{AttachOptions, Record, Setting};
 use crate::log;
 use crate::sandbox::{self, Needs};
 
-use commit::Commit;
-use facts::Attached;
 use image::image_name;
 use running::{Running, Served, new_warnings, stopping};
 use settings::{LiveSettings, apply, check_change};
-use trace::{DeviceTrace, Tracing};
 
-pub use changes::Permit;
-pub use events::{Events, take};
 pub use image::{absolute, with_ceph_files};
 pub use open::{FLUSHES_IGNORED, open, recover};
 pub use preflight::{check_successor, check_take_over, obstacles};
+pub use running::Permit;
+pub use servers::{Events, take};
 pub use settings::Change;
 
 pub struct Device {
     /// The first field, because fields are dropped in order: its threads stop before `running` does.
     settings: LiveSettings,
-    attached: Attached,
-    events: Events,
+    pub events: Events,
     certificates: Option<TlsCertificates>,
     /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
     /// if the user disabled the sandbox.
@@ -70,17 +64,21 @@ pub struct Device {
     confinement: Confinement,
     /// Whether the device has a block device of the kernel, as far as is known. The next daemon takes it over.
     has_block_device: AtomicBool,
-    tracing: Tracing,
+    /// The process that traces the device; one at a time can.
+    tracer: Mutex<Option<String>>,
     running: Mutex<Option<Arc<Running>>>,
     /// The value in `running`, whose statistics are also reported while the device stops, which may take long.
     counted: Weak<Running>,
+    state_directory: PathBuf,
+    /// `blkq show` prints the warnings until the daemon exits.
+    pub warnings: Vec<String>,
+    /// Why the device is not exported over ublk, if that would have been the default.
+    fallback: Option<Failure>,
+    partscan: bool,
+    flushes_ignored: bool,
 }
 
 impl Device {
-    pub fn events(&self) -> &Events {
-        &self.events
-    }
-
     /// `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         Some(self.counted.upgrade()?.statistics())
@@ -107,11 +105,6 @@ impl Device {
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
         self.settings.with_threads(|threads| threads.start(&running))
-    }
-
-    /// `blkq show` prints the warning until the daemon exits.
-    pub fn add_warning(&mut self, warning: String) {
-        self.attached.warnings.push(warning);
     }
 
     fn running(&self) -> Outcome<Arc<Running>> {
@@ -246,20 +239,8 @@ impl Device {
     pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
         let mut info = self.info()?;
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
-        info.warnings.extend(self.attached.fallback.as_ref().map(fallback));
+        info.warnings.extend(self.fallback.as_ref().map(fallback));
         Ok(info)
-    }
-
-    /// Fails if the device has stopped.
-    pub fn info(&self) -> Outcome<DeviceInfo> {
-        Ok(facts::info(&self.attached, &self.settings, self.confinement.clone(), &*self.running()?))
-    }
-
-    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
-    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
-    /// stopped.
-    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
-        self.tracing.begin(&self.running()?, ring_bytes, tracer)
     }
 
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
@@ -331,11 +312,6 @@ impl Device {
             self.settings.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
         self.settings.saved.note_group(joined.is_ok().then_some((name, weight)));
         joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
-    }
-
-    /// Sorted by name. Fails if the device has stopped.
-    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
-        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| facts::bitmap_info(bitmap)).collect())
     }
 
     /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
@@ -424,33 +400,6 @@ impl Device {
         drop(exchange);
         running.log_broken();
         Ok(warnings)
-    }
-
-    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
-    pub fn check_committable(&self) -> Outcome {
-        let running = self.running()?;
-        commit::source(&running)?;
-        running.changes.check_no_commit()
-    }
-
-    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
-    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
-    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
-    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
-    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
-    /// a failure, the device continues with the overlay.
-    pub fn commit<G>(
-        &self,
-        files: BaseFiles,
-        number: u64,
-        client: &str,
-        stop: &dyn Fn() -> Outcome,
-        last: impl Fn() -> Outcome<Option<G>>,
-        save: impl FnOnce(&DaemonState) -> Outcome,
-    ) -> Outcome<Committed> {
-        // Fails if the device has stopped meanwhile.
-        let save = |next: &Served| save(&self.state_with(&*self.running()?, next));
-        Commit::begin(&self.running()?, files, number, client, stop)?.run(last, save)
     }
 
     /// Unless `force` is set, fails if the device is in use; the error names the clients or processes, and the device

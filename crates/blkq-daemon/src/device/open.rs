@@ -23,21 +23,17 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::Device;
 use super::background::BackgroundThreads;
-use super::changes::Changes;
-use super::events::{Events, new_event};
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
-use super::facts::Attached;
 use super::image::{
     Opening, absolute, ceph_mounts, image_name, journals, keep_format, keep_size, open_driver, refusal,
     serves_bytes, with_ceph_files,
 };
 use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
 use super::persistent_bitmaps::PersistentBitmaps;
-use super::running::{Running, Served};
+use super::running::{Changes, Running, Served};
 use super::saved_settings::DeviceSettings;
-use super::servers::{ServerContext, Servers};
+use super::servers::{Events, ServerContext, Servers, new_event};
 use super::settings::{LiveSettings, apply};
-use super::trace::Tracing;
 use crate::hangs::HangWatch;
 use crate::log;
 use crate::metrics::Endpoint;
@@ -83,8 +79,8 @@ pub fn open(
     let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };
     let plan = Plan { options, claim, sockets, opening, served, block_device, settings };
     let mut device = plan.serve()?;
-    device.attached.fallback = exports.no_ublk;
-    device.attached.warnings.extend(fewer_threads);
+    device.fallback = exports.no_ublk;
+    device.warnings.extend(fewer_threads);
     Ok(device)
 }
 
@@ -113,7 +109,7 @@ pub fn recover(
     let opening = Opening { device_bytes: Some(bytes), wait: DYING_WAIT, predecessor: state.owner };
     let (block_device, settings) = (Some(identity), state.settings);
     let mut device = Plan { options, claim, sockets, opening, served, block_device, settings }.serve()?;
-    device.attached.warnings.extend(fewer_threads);
+    device.warnings.extend(fewer_threads);
     Ok(device)
 }
 
@@ -241,25 +237,23 @@ impl Plan<'_> {
         }
         warnings.extend(metrics.as_ref().and_then(|endpoint| endpoint.warning.clone()));
         let threads = BackgroundThreads::new(options, hangs, metrics);
-        let attached = Attached {
-            state_directory: claim.dir().path().to_owned(),
-            warnings,
-            fallback: None,
-            partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
-            flushes_ignored: options.unsafe_flush_ignore,
-        };
+        let partscan = options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused;
         let running = Arc::new(running);
         Ok(Device {
             settings: LiveSettings::new(settings, options.autoclear, threads),
-            attached,
             events,
             certificates,
             needs: options.sandbox.then_some(needs),
             confinement: Confinement::default(),
             has_block_device: AtomicBool::new(block_device.is_some()),
-            tracing: Tracing::default(),
+            tracer: Mutex::default(),
             counted: Arc::downgrade(&running),
             running: Mutex::new(Some(running)),
+            state_directory: claim.dir().path().to_owned(),
+            warnings,
+            fallback: None,
+            partscan,
+            flushes_ignored: options.unsafe_flush_ignore,
         })
     }
 }

@@ -1,7 +1,8 @@
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkq::{Disk, EngineHandle};
+use blkq::{Disk, Driver, EngineHandle};
 use blkq_export::nbd::{
     ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, Reason, Rejection,
     StoppingServer, TlsOptions,
@@ -10,8 +11,8 @@ use blkq_export::vhost_user::{self, Event, Report, StoppingDevice, VhostUserDevi
 use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{AttachOptions, Mechanism};
+use rustix::event::{EventfdFlags, eventfd};
 
-use super::events::Events;
 use super::image::RELEASE_WAIT;
 use super::limits::{clients_max, memory_limits, reserve};
 use super::listen::{Sockets, no_server, socket_access, warn_of_access, warn_of_closed_directories};
@@ -152,10 +153,8 @@ impl Servers {
             force = true;
         }
         for server in &self.nbd {
-            let begun = server.begin_stop(force);
-            stopping
-                .nbd
-                .push(begun.map_err(|_| Connected(server.connection_count().max(1)).unless_forced())?);
+            let connected = |_| Connected(server.connection_count().max(1)).unless_forced();
+            stopping.nbd.push(server.begin_stop(force).map_err(connected)?);
             force = true;
         }
         Ok(stopping)
@@ -188,20 +187,17 @@ impl StoppingServers<'_> {
 pub(super) struct Connected(pub(super) usize);
 
 impl Connected {
-    /// Returns a clause such as "2 clients are connected", and the pronoun for these clients.
-    fn describe(self) -> (String, &'static str) {
-        let (are, them) = if self.0 == 1 { ("client is", "it") } else { ("clients are", "them") };
-        (format!("{} {are} connected", self.0), them)
-    }
-
     pub(super) fn unless_forced(self) -> Failure {
-        let (connected, them) = self.describe();
-        Failure::new(format!("{connected}; disconnect {them} first, or use --force"))
+        self.refusal("", ", or use --force")
     }
 
     pub(super) fn not_handed_over(self) -> Failure {
-        let (connected, them) = self.describe();
-        Failure::new(format!("{connected} and cannot be handed to another daemon; disconnect {them} first"))
+        self.refusal(" and cannot be handed to another daemon", "")
+    }
+
+    fn refusal(self, why: &str, otherwise: &str) -> Failure {
+        let (are, them) = if self.0 == 1 { ("client is", "it") } else { ("clients are", "them") };
+        Failure::new(format!("{} {are} connected{why}; disconnect {them} first{otherwise}", self.0))
     }
 }
 
@@ -234,6 +230,42 @@ fn nbd_options(
         }),
         ..NbdOptions::default()
     }
+}
+
+/// Nonblocking eventfds for which the daemon of a device polls.
+pub struct Events {
+    /// The last client has disconnected, whether or not the device detaches with it.
+    pub idle: Arc<OwnedFd>,
+    /// The kernel rejected a command of the block device's queues.
+    pub failure: Arc<OwnedFd>,
+    /// The size of the image may have changed.
+    pub size: Arc<OwnedFd>,
+    /// A client was rejected or disconnected.
+    pub rejection: Arc<OwnedFd>,
+}
+
+impl Events {
+    /// `idle` comes from [`new_event`]. Fails if no file descriptor is left.
+    pub(super) fn new(idle: Arc<OwnedFd>, driver: &dyn Driver) -> Outcome<Events> {
+        let size = match driver.size_event() {
+            Some(event) => {
+                let cloned = event.try_clone_to_owned();
+                Arc::new(cloned.map_err(|e| Failure::new(format!("cannot duplicate an eventfd: {e}")))?)
+            }
+            None => new_event()?,
+        };
+        Ok(Events { idle, failure: new_event()?, size, rejection: new_event()? })
+    }
+}
+
+pub(super) fn new_event() -> Outcome<Arc<OwnedFd>> {
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))
+}
+
+/// A failed read is ignored: another thread may have reset the event.
+pub fn take(event: impl AsFd) {
+    let _ = rustix::io::read(event, &mut [0; 8]);
 }
 
 fn describe_report(report: &Report) -> String {

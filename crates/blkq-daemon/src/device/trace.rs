@@ -8,33 +8,26 @@ use blkq::sync::lock;
 use blkq::trace::TraceMemory;
 use blkq_protocol::failure::{Failure, Outcome};
 
+use super::Device;
 use super::running::Running;
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
 
-/// Lets one process at a time trace a device.
-#[derive(Default)]
-pub(super) struct Tracing {
-    /// The process that traces the device.
-    tracer: Mutex<Option<String>>,
-}
-
 /// A trace of a device. Dropping it stops the trace.
 pub struct DeviceTrace<'a> {
-    tracing: &'a Tracing,
+    /// The process that traces the device.
+    tracer: &'a Mutex<Option<String>>,
     pub memory: Arc<TraceMemory>,
     running: Weak<Running>,
 }
 
-impl Tracing {
-    /// Implements `Device::trace`.
-    pub(super) fn begin(
-        &self,
-        running: &Arc<Running>,
-        ring_bytes: u64,
-        tracer: &str,
-    ) -> Outcome<DeviceTrace<'_>> {
+impl Device {
+    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
+    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
+    /// stopped.
+    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+        let running = self.running()?;
         let mut traced_by = lock(&self.tracer);
         if let Some(other) = &*traced_by {
             return Err(Failure::new(format!(
@@ -44,7 +37,7 @@ impl Tracing {
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
         // The trace holds a weak reference, so that it does not keep the device from stopping.
-        let trace = DeviceTrace { tracing: self, memory, running: Arc::downgrade(running) };
+        let trace = DeviceTrace { tracer: &self.tracer, memory, running: Arc::downgrade(&running) };
         *traced_by = Some(tracer.to_owned());
         trace.set(Some(&trace.memory));
         Ok(trace)
@@ -69,7 +62,7 @@ impl Drop for DeviceTrace<'_> {
         while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        *lock(&self.tracing.tracer) = None;
+        *lock(self.tracer) = None;
     }
 }
 

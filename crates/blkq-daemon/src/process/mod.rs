@@ -106,7 +106,7 @@ impl Serve for Daemon {
             let pid_file = match PidFile::write(options) {
                 // The clients of the device wait for it, and no pid file is worth their I/O.
                 Err(failure) if is_successor => {
-                    device.add_warning(pid_file::warning(&failure));
+                    device.warnings.push(pid_file::warning(&failure));
                     None
                 }
                 written => written?,
@@ -165,7 +165,7 @@ impl Serve for Daemon {
         // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
-            let events = self.shared.device.events();
+            let events = &self.shared.device.events;
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
                 PollFd::new(&self.signals, PollFlags::IN),
