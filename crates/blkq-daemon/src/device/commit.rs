@@ -75,7 +75,7 @@ impl Device {
             let warnings = new_warnings(commit.driver()?, &*job.top);
             running.replace(
                 &exchange,
-                commit.finish(|| save(&DaemonState { image: number, ..self.state()? }))?.into(),
+                commit.finish(|| save(&self.state_with(&*self.running()?, &job.next)))?.into(),
             )?;
             *lock(&running.served) = job.next.clone();
             drop(exchange);

@@ -27,7 +27,7 @@ use blkq::sync::lock;
 use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
-use blkq_drivers::qcow2::Qcow2;
+use blkq_drivers::qcow2::{Qcow2, Target};
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;

@@ -320,10 +320,7 @@ fn wait_for_stop(
         }
         // A forced stop fails held requests, so there is nothing more to report.
         if until.is_some() {
-            return match wait_for(stream, until)? {
-                true => Ok(()),
-                false => Err(io::ErrorKind::TimedOut.into()),
-            };
+            return wait_for(stream, until)?.then_some(()).ok_or(io::ErrorKind::TimedOut.into());
         }
     }
     Ok(())

@@ -149,10 +149,8 @@ impl OptionsFile {
 
     /// Combines the options with the `state` that the daemon wrote, if it wrote one. The result has no owner.
     pub fn with_state(self, name: &str, state: Option<DaemonState>) -> StateFile {
-        let (pid, number, exports, settings) = match state {
-            Some(state) => (state.pid, Some(state.number), state.exports, state.settings),
-            None => (0, None, Vec::new(), Vec::new()),
-        };
+        let number = state.as_ref().map(|state| state.number);
+        let DaemonState { pid, exports, settings, .. } = state.unwrap_or_default();
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
         let file = image.as_ref().and_then(|image| image.file);
         let backing = image.as_ref().filter(|_| self.has_backing).map(|image| image.backing.clone());
