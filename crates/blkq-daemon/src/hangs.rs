@@ -115,12 +115,7 @@ struct Watched {
 }
 
 impl Watcher {
-    fn new(
-        disk: Arc<Disk>,
-        engines: Vec<EngineHandle>,
-        counters: Arc<HangCounters>,
-        now_ns: Clock,
-    ) -> Watcher {
+    fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, counters: Arc<HangCounters>, now_ns: Clock) -> Self {
         let watched = |(queue, engine)| {
             let status = thread_status(&format!("blkq-queue-{queue}"));
             Watched { queue, engine, status, asked: None, stalled: false, hung: 0, failed: 0 }

@@ -91,9 +91,8 @@ pub fn warning(failure: &Failure) -> String {
 pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     let mut path = std::path::absolute(path)?;
     for _ in 0..LINKS_MAX {
-        match fs::canonicalize(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            found => return found,
+        if let Some(found) = if_exists(fs::canonicalize(&path))? {
+            return Ok(found);
         }
         let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(io::ErrorKind::NotFound.into());

@@ -25,11 +25,7 @@ pub(super) struct BackgroundThreads {
 }
 
 impl BackgroundThreads {
-    pub(super) fn new(
-        options: &AttachOptions,
-        hangs: HangWatch,
-        metrics: Option<Endpoint>,
-    ) -> BackgroundThreads {
+    pub(super) fn new(options: &AttachOptions, hangs: HangWatch, metrics: Option<Endpoint>) -> Self {
         let wants_auto_limit = options.limit == LimitMode::Auto;
         BackgroundThreads { auto_limit: None, wants_auto_limit, hangs, metrics, group_watch: None }
     }

@@ -17,7 +17,7 @@ use blkq_protocol::options::{Key, ROWS};
 
 use super::Device;
 use super::running::Running;
-use super::settings::LiveSettings;
+use super::settings::Fact;
 use crate::log;
 
 /// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
@@ -33,8 +33,9 @@ impl Device {
         let mut facts = disk.driver().describe();
         let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
         let front_end = front_end.as_ref();
-        let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
-        let in_force = settings_now(&self.settings, &running, &facts, front_end).map(owned).collect();
+        let owned =
+            |facts: Vec<Fact>| facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let settings = owned(self.settings_now(&running, &facts, front_end));
         let direct_io = take_direct_io(&mut facts);
         // Shown with the settings.
         take(&mut facts, Key::Dispatch.row().name);
@@ -77,10 +78,34 @@ impl Device {
             direct_io,
             attach_options: now.attach_options,
             capabilities: capabilities(&limits),
-            settings: in_force,
-            driver_facts: facts.into_iter().map(owned).collect(),
+            settings,
+            driver_facts: owned(facts),
             warnings,
         })
+    }
+
+    /// Also contains facts that are shown with settings. `facts` are those of the driver.
+    fn settings_now(&self, running: &Running, facts: &[Fact], guest: Option<&FrontEndInfo>) -> Vec<Fact> {
+        let Running { servers, ublk, disk, .. } = running;
+        let ceiling = match disk.ceiling() {
+            Ceiling::NotSearched => None,
+            Ceiling::Unknown => Some("not found yet".to_owned()),
+            Ceiling::Found(limits) => Some(limits.to_string()),
+        };
+        let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
+        let others = [
+            ("ceiling", ceiling),
+            ("ublk", ublk.as_ref().map(UblkDevice::describe)),
+            ("register-memory", register_memory.map(|_| registered_memory(guest))),
+            ("metrics", self.metrics_uri()),
+        ];
+        let in_force = ROWS
+            .iter()
+            .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))
+            .filter_map(|row| self.read_back(running, facts, row.key))
+            .map(|setting| (setting.name(), setting.value()));
+        let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others).collect()
     }
 
     /// Sorted by name. Fails if the device has stopped.
@@ -89,41 +114,12 @@ impl Device {
     }
 }
 
-/// Also contains facts that are shown with settings. `facts` are those of the driver.
-fn settings_now(
-    settings: &LiveSettings,
-    running: &Running,
-    facts: &[(&'static str, String)],
-    front_end: Option<&FrontEndInfo>,
-) -> impl Iterator<Item = (&'static str, String)> {
-    let Running { servers, ublk, disk, .. } = running;
-    let ceiling = match disk.ceiling() {
-        Ceiling::NotSearched => None,
-        Ceiling::Unknown => Some("not found yet".to_owned()),
-        Ceiling::Found(limits) => Some(limits.to_string()),
-    };
-    let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
-    let others = [
-        ("ceiling", ceiling),
-        ("ublk", ublk.as_ref().map(UblkDevice::describe)),
-        ("register-memory", register_memory.map(|_| registered_memory(front_end))),
-        ("metrics", settings.metrics_uri()),
-    ];
-    let in_force = ROWS
-        .iter()
-        .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))
-        .filter_map(|row| settings.read_back(running, facts, row.key))
-        .map(|setting| (setting.name(), setting.value()));
-    let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
-    std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others)
-}
-
-fn take(facts: &mut Vec<(&'static str, String)>, name: &str) -> Option<String> {
+fn take(facts: &mut Vec<Fact>, name: &str) -> Option<String> {
     let at = facts.iter().position(|(key, _)| *key == name)?;
     Some(facts.remove(at).1)
 }
 
-fn take_direct_io(facts: &mut Vec<(&'static str, String)>) -> DirectIoInfo {
+fn take_direct_io(facts: &mut Vec<Fact>) -> DirectIoInfo {
     let [requested, effective, reason] =
         ["direct-io-requested", "direct-io", "direct-io-reason"].map(|name| take(facts, name));
     match (requested, effective, reason) {
@@ -179,10 +175,6 @@ fn bitmap_info(bitmap: &Bitmap) -> BitmapInfo {
         BitmapState::Disabled => ("disabled", Some(bitmap.dirty_bytes())),
         BitmapState::Inconsistent => ("inconsistent", None),
     };
-    BitmapInfo {
-        name: bitmap.name().to_owned(),
-        granularity: bitmap.granularity(),
-        state: state.to_owned(),
-        dirty,
-    }
+    let state = state.to_owned();
+    BitmapInfo { name: bitmap.name().to_owned(), granularity: bitmap.granularity(), state, dirty }
 }

@@ -177,17 +177,11 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
     loop {
         let mut group = std::mem::MaybeUninit::<libc::group>::uninit();
         let mut found = std::ptr::null_mut();
+        let (space, length) = (buffer.as_mut_ptr(), buffer.len());
         // SAFETY: the name ends with a NUL, `group` and `found` are valid for writes, and the length is that
         // of the buffer.
-        let error = unsafe {
-            libc::getgrnam_r(
-                name.as_ptr(),
-                group.as_mut_ptr(),
-                buffer.as_mut_ptr(),
-                buffer.len(),
-                &raw mut found,
-            )
-        };
+        let error =
+            unsafe { libc::getgrnam_r(name.as_ptr(), group.as_mut_ptr(), space, length, &raw mut found) };
         match error {
             // SAFETY: `found` points to `group`, which the call has initialized.
             0 if !found.is_null() => return Ok(Some(unsafe { (*found).gr_gid })),

@@ -94,15 +94,12 @@ fn holders(mut processes: Vec<u32>, path: &Path, window: Window) -> Vec<u32> {
     let has_lock = |pid: u32| {
         numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
-            let mut locks = info.lines().filter_map(Lock::parse);
+            let locks = info.lines().filter_map(Lock::parse);
+            let mut locks = locks.filter(|lock| lock.inode == file.inode && lock.is_use_of(window));
             // On some file systems, for example btrfs and overlayfs, stat(2) reports another device number
             // than the lock does. There the path decides.
             let is_path = || fs::read_link(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|link| link == path);
-            locks.any(|lock| {
-                lock.inode == file.inode
-                    && lock.is_use_of(window)
-                    && (lock.device == file.device || is_path())
-            })
+            locks.any(|lock| lock.device == file.device || is_path())
         })
     };
     processes.retain(|pid| *pid != own && has_lock(*pid));

@@ -24,7 +24,6 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, Weak};
 
 use blkq::sync::lock;
-use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
 use blkq_drivers::qcow2::{Qcow2, Target};
@@ -35,16 +34,16 @@ use blkq_protocol::control::NewSize;
 use blkq_protocol::control::bitmaps::BitmapChange;
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
-use blkq_protocol::options::{AttachOptions, Record, Setting};
+use blkq_protocol::options::{AttachOptions, Record};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
 
+use background::BackgroundThreads;
 use image::image_name;
 use running::{Running, Served, new_warnings, stopping};
-use settings::{LiveSettings, apply, check_change};
+use saved_settings::DeviceSettings;
 
 pub use image::{absolute, with_ceph_files};
 pub use open::{FLUSHES_IGNORED, open, recover};
@@ -54,8 +53,13 @@ pub use servers::{Events, take};
 pub use settings::Change;
 
 pub struct Device {
-    /// The first field, because fields are dropped in order: its threads stop before `running` does.
-    settings: LiveSettings,
+    /// `None` once the device has stopped. The first field, because fields are dropped in order: the threads stop
+    /// before `running` does.
+    threads: Mutex<Option<BackgroundThreads>>,
+    saved: DeviceSettings,
+    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
+    /// that disconnect after it was set count.
+    autoclear: AtomicBool,
     pub events: Events,
     certificates: Option<TlsCertificates>,
     /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
@@ -104,7 +108,7 @@ impl Device {
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
-        self.settings.with_threads(|threads| threads.start(&running))
+        self.with_threads(|threads| threads.start(&running))
     }
 
     fn running(&self) -> Outcome<Arc<Running>> {
@@ -114,11 +118,6 @@ impl Device {
     /// A name that other processes understand.
     pub fn image(&self) -> Outcome<String> {
         Ok(lock(&self.running()?.served).image.clone())
-    }
-
-    /// Whether the device detaches with its last client.
-    pub fn is_autoclear(&self) -> bool {
-        self.settings.is_autoclear()
     }
 
     /// Whether a block device of the kernel survives this process.
@@ -171,7 +170,7 @@ impl Device {
     /// The state of the device when it serves the image `served`.
     fn state_with(&self, running: &Running, served: &Served) -> DaemonState {
         let ublk = running.ublk.as_ref().map(UblkDevice::identity);
-        let state = served.state(running.disk.name(), ublk, self.settings.saved.changed());
+        let state = served.state(running.disk.name(), ublk, self.saved.changed());
         DaemonState { exports: running.exports(), ..state }
     }
 
@@ -241,77 +240,6 @@ impl Device {
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
         info.warnings.extend(self.fallback.as_ref().map(fallback));
         Ok(info)
-    }
-
-    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
-        self.settings.saved.read(key, value)
-    }
-
-    /// Settings of earlier versions in terms of this version.
-    pub fn translate(&self, settings: &[(String, String)]) -> Outcome<Vec<(String, String)>> {
-        Ok(settings::without(&*self.running()?).translate(settings))
-    }
-
-    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
-    /// rejects the value.
-    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
-        let running = self.running()?;
-        // Serializes concurrent changes, so that the recorded value is the one that was set last.
-        let _changing = running.changes.begin(permit)?;
-        check_change(&running, setting)?;
-        apply(&running.disk, Some((&self.settings, &running)), setting)?;
-        match setting {
-            // Also forgets the weight in the group.
-            Setting::Group(None) => self.settings.saved.note_group(None),
-            _ => self.settings.saved.replace(setting.name(), Some(setting.to_text())),
-        }
-        Ok(())
-    }
-
-    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
-    /// possible without making it. Fails with the first setting that the device cannot have.
-    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
-        let running = self.running()?;
-        let facts = running.disk.driver().describe();
-        let mut changes = Vec::new();
-        for (key, value) in &self.translate(settings)? {
-            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
-            let to = self.read_setting(key, value).map_err(during)?;
-            let from = self.settings.read_back(&running, &facts, to.key());
-            // Some settings cannot be set at all on this device, not even to the value that they have.
-            if from.as_ref() == Some(&to) {
-                continue;
-            }
-            check_change(&running, &to).map_err(during)?;
-            let saved = self.settings.saved.changed().into_iter().find(|(other, _)| other == key);
-            changes.push(Change { to, from, saved });
-        }
-        Ok(changes)
-    }
-
-    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
-    pub fn undo(&self, change: &Change) -> Outcome {
-        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
-        self.settings.saved.replace(change.to.name(), change.saved.clone());
-        Ok(())
-    }
-
-    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
-    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
-    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
-        let running = self.running()?;
-        let _changing = running.changes.begin(permit)?;
-        let disk = &running.disk;
-        if disk.ceiling() != Ceiling::NotSearched {
-            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
-            return Err(Failure::new(rule));
-        }
-        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
-        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
-        let joined =
-            self.settings.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
-        self.settings.saved.note_group(joined.is_ok().then_some((name, weight)));
-        joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
     }
 
     /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
@@ -421,7 +349,7 @@ impl Device {
     /// the device has stopped in any case.
     pub fn stop(&self) -> Outcome {
         // The background threads may hold references to `running`.
-        self.settings.stop_threads();
+        drop(lock(&self.threads).take());
         // The lock is released before this waits for the commands that use the device.
         let Some(running) = lock(&self.running).take() else { return Ok(()) };
         running.stop()

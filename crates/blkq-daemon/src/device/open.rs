@@ -33,7 +33,7 @@ use super::persistent_bitmaps::PersistentBitmaps;
 use super::running::{Changes, Running, Served};
 use super::saved_settings::DeviceSettings;
 use super::servers::{Events, ServerContext, Servers, new_event};
-use super::settings::{LiveSettings, apply};
+use super::settings::apply;
 use crate::hangs::HangWatch;
 use crate::log;
 use crate::metrics::Endpoint;
@@ -240,7 +240,9 @@ impl Plan<'_> {
         let partscan = options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused;
         let running = Arc::new(running);
         Ok(Device {
-            settings: LiveSettings::new(settings, options.autoclear, threads),
+            threads: Mutex::new(Some(threads)),
+            saved: settings,
+            autoclear: AtomicBool::new(options.autoclear),
             events,
             certificates,
             needs: options.sandbox.then_some(needs),
@@ -308,29 +310,22 @@ impl Opened {
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         let tls = tls(options, claim.is_kept())?;
         let listen = sockets.nbd.iter().chain(&metrics).chain(&sockets.vhost);
-        let mut needs = needs(options, listen.clone())?;
+        // The block device is added later.
+        let mut needs = Needs::default();
+        if options.sandbox {
+            if let DriverSpec::Image(path) = &options.image {
+                let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+                needs.image = Some(file.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?);
+            }
+            needs.removed.extend(listen.clone().filter_map(unix_path));
+        }
         let certificates = tls.iter().flat_map(|tls| directories_of(tls.certificates.directory()));
         needs.read.extend(certificates);
         needs.journals = journals.as_ref().map(|journals| journals.directory().to_owned());
-        let children =
-            idle_event.map(|idle| fork_children(options, listen, &needs, is_file, idle)).transpose()?;
+        let children = idle_event.map(|idle| fork_children(options, listen, &needs, idle)).transpose()?;
         let source = source.map_or_else(|| open(None), Ok)?;
         Ok(Opened { image, source, journals, no_journals, metrics, tls, needs, children })
     }
-}
-
-/// Does not contain the block device, which is added later.
-fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
-    let mut needs = Needs::default();
-    if !options.sandbox {
-        return Ok(needs);
-    }
-    if let DriverSpec::Image(path) = &options.image {
-        let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-        needs.image = Some(file.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?);
-    }
-    needs.removed.extend(listen.filter_map(unix_path));
-    Ok(needs)
 }
 
 /// Afterwards this process has a mount namespace of its own, with only the mounts that it needs.
@@ -338,7 +333,6 @@ fn fork_children<'a>(
     options: &AttachOptions,
     listen: impl Iterator<Item = &'a Listen>,
     needs: &Needs,
-    is_file: bool,
     idle_event: &Arc<OwnedFd>,
 ) -> Outcome<(SetupProcess, IdleWatch)> {
     let mut kept = vec![StateDir::locate()?.path().to_owned()];
@@ -348,7 +342,7 @@ fn fork_children<'a>(
     kept.extend(
         options.pid_file.iter().flat_map(|path| [path.clone()].into_iter().chain(real_path(path).ok())),
     );
-    if !is_file {
+    if matches!(options.image, DriverSpec::Rbd(_)) {
         // The libraries may be on a mount that is detached below. Loading them creates no threads.
         blkq_drivers::rbd::load()?;
     }

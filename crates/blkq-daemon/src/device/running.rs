@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::disk::Exchange;
+use blkq::gate::GateCounters;
 use blkq::sync::lock;
 use blkq::throttle::{Ceiling, RateLimits};
 use blkq::{Disk, Driver, EngineThread, StatsSnapshot};
@@ -110,7 +111,6 @@ impl Running {
         let mut counters = NbdCounters::default();
         self.servers.nbd.iter().for_each(|server| counters += server.counters());
         let connected = self.servers.nbd.iter().map(NbdServer::connection_count).sum::<usize>() as u64;
-        let gate = disk.gate_counters();
         let queues: Vec<StatsSnapshot> = disk.queue_stats().collect();
         let mut sum = StatsSnapshot::default();
         queues.iter().for_each(|queue| sum += queue);
@@ -118,16 +118,10 @@ impl Running {
         statistics.queues = queues.iter().map(QueueSums::new).collect();
         statistics.stalls = self.hangs.stalls();
         statistics.hang_warning_ns = self.hangs.limit().as_nanos() as u64;
-        statistics.gate = Gate {
-            waiting: disk.gate_waiting(),
-            waits: gate.waits,
-            wakeups: gate.wakeups,
-            grants: gate.grants,
-            largest_grant: gate.largest_grant,
-        };
+        let GateCounters { waits, wakeups, grants, largest_grant, .. } = disk.gate_counters();
+        statistics.gate = Gate { waiting: disk.gate_waiting(), waits, wakeups, grants, largest_grant };
         let text = |limits: RateLimits| if limits.is_none() { String::new() } else { limits.to_string() };
         let member = disk.group_member();
-        let group = self.group_name();
         let group_limits = member.as_ref().and_then(|member| member.group().limits());
         statistics.throttle = Throttle {
             limits: match disk.ceiling() {
@@ -135,7 +129,7 @@ impl Running {
                 Ceiling::Unknown => "auto".to_owned(),
                 Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
-            group,
+            group: self.group_name(),
             group_limits: group_limits.map(|(_, limits)| text(limits)).unwrap_or_default(),
             weight: member.map_or(0, |member| member.weight()),
         };

@@ -1,42 +1,29 @@
-//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`LiveSettings::read_back`], and
+//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`Device::read_back`], and
 //! one in [`check_change`] only if it has a rule that depends on the device.
 
-use std::sync::atomic::AtomicBool;
+use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::{Arc, Mutex};
 
 use blkq::sync::lock;
-use blkq::throttle::{Ceiling, LimitMode};
+use blkq::throttle::{Ceiling, LimitMode, WEIGHT_DEFAULT};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::Joined;
 use blkq_protocol::options::{Key, Mechanism, Setting, Without};
 
+use super::Device;
 use super::background::BackgroundThreads;
-use super::running::{Running, stopping};
-use super::saved_settings::DeviceSettings;
+use super::running::{Permit, Running, stopping};
 
-/// The settings of a device in use that are not those of its disk: the daemon implements them.
-pub(super) struct LiveSettings {
-    pub(super) saved: DeviceSettings,
-    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
-    /// that disconnect after it was set count.
-    autoclear: AtomicBool,
-    /// `None` once the device has stopped.
-    threads: Mutex<Option<BackgroundThreads>>,
-}
+/// The name and value of a fact with which a driver describes itself.
+pub(super) type Fact = (&'static str, String);
 
-impl LiveSettings {
-    pub(super) fn new(saved: DeviceSettings, autoclear: bool, threads: BackgroundThreads) -> LiveSettings {
-        LiveSettings { saved, autoclear: AtomicBool::new(autoclear), threads: Mutex::new(Some(threads)) }
-    }
-
-    pub(super) fn stop_threads(&self) {
-        drop(lock(&self.threads).take());
-    }
-
-    pub(super) fn is_autoclear(&self) -> bool {
+impl Device {
+    /// Whether the device detaches with its last client.
+    pub fn is_autoclear(&self) -> bool {
         self.autoclear.load(SeqCst)
     }
 
@@ -56,12 +43,7 @@ impl LiveSettings {
     /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
     /// `facts` are those of the driver.
     #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-    pub(super) fn read_back(
-        &self,
-        running: &Running,
-        facts: &[(&'static str, String)],
-        key: Key,
-    ) -> Option<Setting> {
+    pub(super) fn read_back(&self, running: &Running, facts: &[Fact], key: Key) -> Option<Setting> {
         let disk = &running.disk;
         let now = disk.settings();
         let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
@@ -88,6 +70,75 @@ impl LiveSettings {
             Key::Without => Setting::Without(without(running)),
         })
     }
+    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
+        self.saved.read(key, value)
+    }
+
+    /// Settings of earlier versions in terms of this version.
+    pub fn translate(&self, settings: &[(String, String)]) -> Outcome<Vec<(String, String)>> {
+        Ok(without(&*self.running()?).translate(settings))
+    }
+
+    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
+    /// rejects the value.
+    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        // Serializes concurrent changes, so that the recorded value is the one that was set last.
+        let _changing = running.changes.begin(permit)?;
+        check_change(&running, setting)?;
+        apply(&running.disk, Some((self, &running)), setting)?;
+        match setting {
+            // Also forgets the weight in the group.
+            Setting::Group(None) => self.saved.note_group(None),
+            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
+        }
+        Ok(())
+    }
+
+    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
+    /// possible without making it. Fails with the first setting that the device cannot have.
+    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
+        let running = self.running()?;
+        let facts = running.disk.driver().describe();
+        let mut changes = Vec::new();
+        for (key, value) in &self.translate(settings)? {
+            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
+            let to = self.read_setting(key, value).map_err(during)?;
+            let from = self.read_back(&running, &facts, to.key());
+            // Some settings cannot be set at all on this device, not even to the value that they have.
+            if from.as_ref() == Some(&to) {
+                continue;
+            }
+            check_change(&running, &to).map_err(during)?;
+            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
+            changes.push(Change { to, from, saved });
+        }
+        Ok(changes)
+    }
+
+    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
+    pub fn undo(&self, change: &Change) -> Outcome {
+        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
+        self.saved.replace(change.to.name(), change.saved.clone());
+        Ok(())
+    }
+
+    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
+    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
+    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        let _changing = running.changes.begin(permit)?;
+        let disk = &running.disk;
+        if disk.ceiling() != Ceiling::NotSearched {
+            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
+            return Err(Failure::new(rule));
+        }
+        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
+        let joined = self.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
+        self.saved.note_group(joined.is_ok().then_some((name, weight)));
+        joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
+    }
 }
 
 /// Checks the rules that depend on the device and not on the value alone.
@@ -111,23 +162,19 @@ pub(super) fn check_change(running: &Running, setting: &Setting) -> Outcome {
 /// Changes the setting of the disk, or of the device that serves it. There is no device before the disk is in use; the
 /// settings that the daemon implements are then options. Fails if the disk or the device rejects the value.
 #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-pub(super) fn apply(
-    disk: &Arc<Disk>,
-    device: Option<(&LiveSettings, &Running)>,
-    setting: &Setting,
-) -> Outcome {
+pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setting: &Setting) -> Outcome {
     let of_disk = |setting| disk.set(setting).map_err(not_set);
     let of_driver = |setting: &dyn DriverSetting| disk.set_driver(setting).map_err(not_set);
-    let of_device = |set: &dyn Fn(&LiveSettings, &Running) -> Outcome| {
-        device.map_or(Ok(()), |(settings, running)| set(settings, running))
+    let of_device = |set: &dyn Fn(&Device, &Running) -> Outcome| {
+        device.map_or(Ok(()), |(device, running)| set(device, running))
     };
     let of_threads = |set: &dyn Fn(&mut BackgroundThreads, &Running) -> Outcome| {
-        of_device(&|settings, running| settings.with_threads(|threads| set(threads, running)))
+        of_device(&|device, running| device.with_threads(|threads| set(threads, running)))
     };
     match setting {
-        Setting::Autoclear(on) => of_device(&|settings, running| {
+        Setting::Autoclear(on) => of_device(&|device, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
-            settings.autoclear.store(*on, SeqCst);
+            device.autoclear.store(*on, SeqCst);
             Ok(())
         }),
         Setting::Batching(on) => of_disk(blkq::Setting::Batching(*on)),
@@ -225,8 +272,6 @@ fn not_set(error: blkq::Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
-
     use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;

@@ -60,13 +60,8 @@ impl Endpoint {
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| during(Failure::new(format!("cannot create an eventfd: {e}"))))?;
-        Ok(Endpoint {
-            uri: uri(&listener),
-            warning,
-            listener: Some(listener),
-            stop: Arc::new(stop),
-            thread: None,
-        })
+        let (uri, stop) = (uri(&listener), Arc::new(stop));
+        Ok(Endpoint { uri, warning, listener: Some(listener), stop, thread: None })
     }
 
     /// Starts the thread. It answers with what `read` returns, or that the device is stopping if that is

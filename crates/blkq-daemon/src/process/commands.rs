@@ -167,8 +167,10 @@ fn execute(
             reply(())
         }
         Request::Trace { ring_bytes } => trace(shared, stream, ring_bytes),
-        Request::Snapshot { options, image } => reply(snapshot(shared, stream, &options, image)?),
-        Request::Commit { image } => reply(commit(shared, stream, image)?),
+        Request::Snapshot { options, image } => {
+            reply(Snapshotted { warnings: snapshot(shared, stream, &options, recorded(image)?)? })
+        }
+        Request::Commit { image } => reply(commit(shared, stream, recorded(image)?)?),
         Request::Leave {} => {
             shared.leave()?;
             log::line("stopping: another daemon takes over the device");
@@ -237,14 +239,8 @@ pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
 
 /// A snapshot has several steps, because several devices may be stopped at the same moment. If the client closes the connection
 /// before the last step, or after a failure, the device continues with its image.
-fn snapshot(
-    shared: &Shared,
-    stream: &UnixStream,
-    options: &Record,
-    image: Option<u64>,
-) -> Outcome<Snapshotted> {
+fn snapshot(shared: &Shared, stream: &UnixStream, options: &Record, image: u64) -> Outcome<Vec<String>> {
     let next = || answer(stream, &reply_line(Ok(())));
-    let image = recorded(image)?;
     let options = options.read()?;
     shared.check_stage()?;
     // Most of the data is flushed here, while I/O continues and before any device of the snapshot is stopped.
@@ -263,13 +259,12 @@ fn snapshot(
     let warnings = shared.device.snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
     log::line(&format!("snapshot: the active image is now {}", shared.device.image()?));
     warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
-    Ok(Snapshotted { warnings })
+    Ok(warnings)
 }
 
-/// Cancels the commit if the client closes the connection or sends anything. `image` is the backing file in
-/// `NAME.options`. After a failure, the device continues with the overlay.
-fn commit(shared: &Shared, stream: &UnixStream, image: Option<u64>) -> Outcome<Committed> {
-    let number = recorded(image)?;
+/// Cancels the commit if the client closes the connection or sends anything. The backing file is entry `number`
+/// of `NAME.options`. After a failure, the device continues with the overlay.
+fn commit(shared: &Shared, stream: &UnixStream, number: u64) -> Outcome<Committed> {
     let client = client_of(stream);
     shared.check_stage()?;
     let device = &shared.device;

@@ -113,16 +113,9 @@ impl Landlock {
     fn add_rule(&self, file: BorrowedFd<'_>, rights: u64) -> rustix::io::Result<()> {
         let Some(ruleset) = &self.ruleset else { return Ok(()) };
         let attr = PathBeneathAttr { allowed_access: rights & self.handled, parent_fd: file.as_raw_fd() };
+        let (call, ruleset) = (libc::SYS_landlock_add_rule, ruleset.as_raw_fd());
         // SAFETY: the structure outlives the call, and both descriptors are open.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_landlock_add_rule,
-                ruleset.as_raw_fd(),
-                PATH_BENEATH,
-                &raw const attr,
-                0u32,
-            )
-        };
+        let result = unsafe { libc::syscall(call, ruleset, PATH_BENEATH, &raw const attr, 0u32) };
         checked(result).map(drop)
     }
 
