@@ -1,14 +1,13 @@
 //! Claims: the exclusive ownership of a device name, and what a new owner does with the files that the last
 //! daemon left.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use blkq_drivers::DriverSpec;
-use rustix::fs::{FlockOperation, flock};
 
 use super::dying::{DYING_WAIT, ProcessState};
 use super::remains::{last_lines, orphaned};
@@ -224,16 +223,16 @@ impl Claim {
             ))
         };
         loop {
-            let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
-            {
+            let opened = OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path);
+            let lock = match opened {
                 Ok(lock) => lock,
                 Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Locked),
                 Err(e) => return Err(failure(e)),
             };
-            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            match lock.try_lock() {
                 Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
-                Err(e) => return Err(failure(e.into())),
+                Err(TryLockError::WouldBlock) => return Ok(Attempt::Locked),
+                Err(TryLockError::Error(e)) => return Err(failure(e)),
             }
             // The previous owner may have removed the file after this process opened it and before it got the
             // lock. Then the lock protects nothing: open the new file.

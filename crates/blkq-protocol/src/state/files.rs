@@ -29,7 +29,7 @@ use std::path::Path;
 use blkq::text::shell_word;
 use blkq_drivers::qcow2::BackingFile;
 use blkq_export::ublk::Identity;
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
+use rustix::fs::{CWD, FallocateFlags, RenameFlags, fallocate, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -326,7 +326,7 @@ impl StateDir {
         let path = self.file(name, OPTIONS);
         loop {
             let Some(file) = if_exists(File::open(&path))? else { return Ok(None) };
-            flock(&file, FlockOperation::LockExclusive)?;
+            file.lock()?;
             // The previous holder of the lock may have replaced the file. Then lock the new one.
             if FileId::of(&path) == Some(FileId::from(&file.metadata()?)) {
                 return Ok(Some(file));
@@ -347,10 +347,7 @@ impl StateDir {
         // The new file is locked before it gets its name, so that the next process waits until the replaced
         // file has been checked and removed below.
         let replacement = write_new(&new, &options, 0o600).map_err(failure)?;
-        flock(&replacement, FlockOperation::LockExclusive).map_err(|e| {
-            _ = remove(&new);
-            failure(e.into())
-        })?;
+        replacement.lock().inspect_err(|_| _ = remove(&new)).map_err(failure)?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
                 let [replaced, ours] = [fs::symlink_metadata(&new), file.metadata()];

@@ -23,7 +23,6 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -132,8 +131,7 @@ impl StateDir {
         let failure =
             |e: io::Error| Failure::new(format!("cannot lock the state directory {}: {e}", self.0.display()));
         let directory = File::open(&self.0).map_err(failure)?;
-        flock(&directory, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
-        Ok(directory)
+        directory.lock().map(|()| directory).map_err(failure)
     }
 
     /// Locks the device for a handover to another daemon, until the returned file is closed or this process
