@@ -301,24 +301,20 @@ pub fn parse_new_group_name(text: &str) -> Result<String, String> {
 /// ASCII letters, digits and `. _ -`, beginning with a letter or a digit. Fails with the rule that is broken.
 pub fn parse_group_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    match text.len() {
-        1..=64 if text.chars().all(allowed) && text.starts_with(|c: char| c.is_ascii_alphanumeric()) => {
-            Ok(text.to_owned())
-        }
-        _ => Err(
-            "a group name has 1 to 64 ASCII letters, digits and . _ -, and begins with a letter or a digit"
-                .to_owned(),
-        ),
-    }
+    let is_name = text.chars().all(allowed) && text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    let rule =
+        "a group name has 1 to 64 ASCII letters, digits and . _ -, and begins with a letter or a digit";
+    checked(text, is_name && text.len() <= 64, rule)
+}
+
+fn checked(text: &str, is_valid: bool, rule: &str) -> Result<String, String> {
+    if is_valid { Ok(text.to_owned()) } else { Err(rule.to_owned()) }
 }
 
 /// Fails with the rule that `text` breaks.
 pub fn parse_export_name(text: &str) -> Result<String, String> {
     // The maximum length of a string in the NBD protocol is 4096 bytes.
-    match text.len() {
-        1..=4096 => Ok(text.to_owned()),
-        _ => Err("an export name has 1 to 4096 bytes".to_owned()),
-    }
+    checked(text, (1..=4096).contains(&text.len()), "an export name has 1 to 4096 bytes")
 }
 
 /// Parses a mode in octal digits, as for chmod(1). The error is the rule that `text` breaks.
