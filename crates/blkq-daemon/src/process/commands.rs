@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use blkq_drivers::qcow2::BaseFiles;
 use blkq_export::peer::Peer;
-use blkq_protocol::control::files::{receive_files, send_files};
 use blkq_protocol::control::{
     BegunCommit, CHANGE_TIMEOUT, Committed, LINE_BYTES_MAX, LINE_TIMEOUT, NewSize, Reply, Request,
-    Snapshotted, is_readable, line_of, parse_request, reply_line,
+    Snapshotted, is_readable, line_of, parse_request, receive_files, reply_line, send_files,
 };
 use blkq_protocol::failure::{EXIT_LEFT, Failure, Outcome};
 use blkq_protocol::options::Record;
@@ -114,13 +113,10 @@ fn serve(shared: &Shared, stream: Arc<UnixStream>, until: Instant) {
     }
 }
 
-/// Returns the reply, or `None` if the client gets it elsewhere.
-fn execute(
-    shared: &Shared,
-    stream: &Arc<UnixStream>,
-    request: Request,
-    permit: Permit,
-) -> Outcome<Option<Vec<u8>>> {
+/// The reply, or `None` if the client gets it elsewhere.
+type Answer = Outcome<Option<Vec<u8>>>;
+
+fn execute(shared: &Shared, stream: &Arc<UnixStream>, request: Request, permit: Permit) -> Answer {
     let device = &shared.device;
     match request {
         Request::Ping {} => reply(()),
@@ -190,7 +186,7 @@ fn execute(
     }
 }
 
-fn reply<T: Serialize>(value: T) -> Outcome<Option<Vec<u8>>> {
+fn reply<T: Serialize>(value: T) -> Answer {
     line_of(&Reply::Ok(value)).map(Some)
 }
 
@@ -300,7 +296,7 @@ fn commit(shared: &Shared, stream: &UnixStream, number: u64) -> Outcome<Committe
 
 /// Traces the device until the client closes the connection or sends anything. The reply is sent when the
 /// trace has started; no reply has been sent if this fails.
-fn trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome<Option<Vec<u8>>> {
+fn trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Answer {
     let tracer = client_of(stream);
     shared.check_stage()?;
     let trace = shared.device.trace(ring_bytes, &tracer)?;
@@ -335,7 +331,7 @@ fn receive_file(stream: &UnixStream) -> Outcome<File> {
     file.ok_or_else(|| Failure::new("the command sent no file"))
 }
 
-/// The files come with the next byte, at most [`FILES_MAX`](blkq_protocol::control::files::FILES_MAX).
+/// The files come with the next byte, at most [`FILES_MAX`](blkq_protocol::control::FILES_MAX).
 fn receive_all(stream: &UnixStream) -> Outcome<Vec<File>> {
     let received =
         stream.set_read_timeout(Some(CHANGE_TIMEOUT)).and_then(|()| receive_files(stream, &mut [0]));

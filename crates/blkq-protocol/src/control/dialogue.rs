@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::files::send_files;
 use super::{
     ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, connect, is_readable, not_accepting, receive,
-    receive_with_file, refused, send, stopped,
+    receive_with_file, refused, send, send_files, stopped,
 };
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
@@ -82,7 +81,7 @@ impl Dialogue {
         self.reply()
     }
 
-    /// Sends the byte of the next step with `files`, at most [`FILES_MAX`](super::files::FILES_MAX).
+    /// Sends the byte of the next step with `files`, at most [`FILES_MAX`](super::FILES_MAX).
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
         match send_files(&self.stream, b"\n", files) {
             // The daemon has cancelled the command. Its reply, which is read next, says why.

@@ -3,11 +3,11 @@
 
 pub mod bitmaps;
 mod dialogue;
-pub mod files;
+mod socket;
 pub mod statistics;
-mod stopped;
 
 pub use dialogue::{BegunCommit, Committed, Dialogue, Snapshotted};
+pub use socket::{FILES_MAX, is_readable, receive_files, send_files};
 
 use std::ffi::OsStr;
 use std::fmt::{self, Display, Formatter};
@@ -26,15 +26,13 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::control::bitmaps::BitmapChange;
-use crate::control::files::receive_files;
 use crate::control::statistics::Statistics;
 use crate::failure::similar::closest;
 use crate::failure::{Failure, Outcome, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir, json_line, quote_last_line};
-pub use stopped::is_readable;
-use stopped::{connect, stopped, wait_for};
+use socket::{connect, stopped, wait_for};
 
 /// In bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
