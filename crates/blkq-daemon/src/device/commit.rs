@@ -112,7 +112,8 @@ impl Drop for Commit<'_> {
 }
 
 impl<'a> Commit<'a> {
-    /// Begins a commit of the active overlay into `files`, as [`Device::commit`] describes it.
+    /// Begins a commit of the active overlay into `files`, as [`Device::commit`] describes it. Refuses an
+    /// unsuitable backing file, and reserves space in it for the dirty bitmaps of the device.
     fn begin(
         running: &'a Arc<Running>,
         files: BaseFiles,
@@ -132,7 +133,11 @@ impl<'a> Commit<'a> {
         let commit = begun.map_err(|e| not_begun(e, size))?;
         running.changes.begin_commit(next.image.clone(), client.to_owned());
         let commit = Commit { running, commit, top, next, stop, passes: 0 };
-        prepare(running, commit.commit.driver()?)?;
+        let driver = commit.commit.driver()?;
+        running.disk.check_exchange(driver)?;
+        running.check_outlives(driver, None)?;
+        check_keeps_bitmaps(&running.disk, driver)?;
+        driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         Ok(commit)
     }
 
@@ -189,14 +194,6 @@ impl<'a> Commit<'a> {
 fn source(running: &Running) -> Outcome<CommitSource> {
     let image = running.image().ok_or_else(|| no_backing_file(running.disk.driver().name()))?;
     Ok(image.commit_source()?)
-}
-
-/// Refuses an unsuitable backing file, and reserves space in it for the device's dirty bitmaps.
-fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
-    running.disk.check_exchange(driver)?;
-    running.check_outlives(driver, None)?;
-    check_keeps_bitmaps(&running.disk, driver)?;
-    Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
 
 fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {

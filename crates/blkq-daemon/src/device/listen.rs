@@ -8,8 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use blkq::ErrorKind;
-use blkq_export::nbd::{NbdOptions, NbdServer, TlsCertificates, TlsOptions};
-use blkq_export::vhost_user::VhostUserDevice;
+use blkq_export::nbd::{TlsCertificates, TlsOptions};
 use blkq_export::{Listen, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{Address, AttachOptions, Export, Tls};
@@ -50,6 +49,17 @@ impl Sockets {
         };
         let vhost = options.exports.contains(&Export::VhostUserBlk).then(of_vhost).transpose()?;
         Ok(Sockets { nbd, vhost })
+    }
+
+    /// Warns about sockets in directories that some of the intended clients cannot enter.
+    pub(super) fn warn_of_closed_directories(&self, access: SocketAccess) -> Vec<String> {
+        let paths = self.nbd.iter().chain(&self.vhost).filter_map(unix_path);
+        let closed = paths.filter_map(|path| {
+            let directory = closed_directory(&path, access)?;
+            let (path, directory) = (path.display(), directory.display());
+            Some(format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path"))
+        });
+        closed.collect()
     }
 }
 
@@ -93,11 +103,8 @@ pub(super) fn tls(options: &AttachOptions, is_take_over: bool) -> Outcome<Option
     else {
         return Ok(None);
     };
-    let certificates = match is_take_over {
-        true => TlsCertificates::load_valid_authorities(directory)?,
-        false => TlsCertificates::load(directory)?,
-    };
-    Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
+    let load = if is_take_over { TlsCertificates::load_valid_authorities } else { TlsCertificates::load };
+    Ok(Some(TlsOptions { certificates: load(directory)?, required: options.tls != Some(Tls::On) }))
 }
 
 /// Includes the directories to which symbolic links in `directory` lead.
@@ -108,49 +115,6 @@ pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
     directories.sort();
     directories.dedup();
     directories
-}
-
-/// Warns about sockets in directories that some of the intended clients cannot enter.
-pub(super) fn warn_of_closed_directories<'a>(
-    listen: impl Iterator<Item = &'a Listen>,
-    access: SocketAccess,
-) -> Vec<String> {
-    let closed = listen.filter_map(unix_path).filter_map(|path| {
-        let directory = closed_directory(&path, access)?;
-        let (path, directory) = (path.display(), directory.display());
-        Some(format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path"))
-    });
-    closed.collect()
-}
-
-/// Warns about servers that more clients can reach than the user may expect.
-pub(super) fn warn_of_access(
-    options: &AttachOptions,
-    nbd_options: &NbdOptions,
-    servers: &[NbdServer],
-    vhost: Option<&VhostUserDevice>,
-) -> Vec<String> {
-    let required = nbd_options.tls.as_ref().filter(|tls| tls.required);
-    let verified = required.is_some_and(|tls| tls.certificates.verifies_clients());
-    let mut warnings = Vec::new();
-    if required.is_some() && !verified {
-        warnings.extend(servers.iter().filter_map(NbdServer::beyond_this_machine).map(|address| {
-            format!("every machine that can reach {address} can use the device, because no client needs a certificate; add ca-cert.pem to the certificate directory, or restrict access with a firewall")
-        }));
-    }
-    let hint = match options.socket_mode {
-        Some(_) => "use --socket-group and --socket-mode 660",
-        None => "set SocketMode=0600 in the socket unit",
-    };
-    let open_to_all = servers.iter().filter_map(NbdServer::open_to_all_users);
-    let open_to_all = open_to_all.chain(vhost.and_then(VhostUserDevice::open_to_all_users));
-    warnings.extend(open_to_all.map(|socket| format!("any local user can connect to {socket}; {hint}")));
-    if !(options.insecure || verified) {
-        warnings.extend(servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
-            format!("any local user can connect to {address}; use a unix socket, or TLS with client certificates (ca-cert.pem), or --insecure to accept this")
-        }));
-    }
-    warnings
 }
 
 /// If only a group is given, its members may connect. Fails if there is no such group.

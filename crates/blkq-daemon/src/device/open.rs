@@ -173,6 +173,7 @@ impl Plan<'_> {
 
         let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
         let context = ServerContext {
+            options,
             disk: &disk,
             engines: &handles,
             image: &image,
@@ -181,7 +182,7 @@ impl Plan<'_> {
             is_after,
             events: &events,
         };
-        let (servers, of_servers) = Servers::start(options, sockets, context)?;
+        let (servers, of_servers) = Servers::start(sockets, context)?;
         warnings.extend(of_servers);
         served.image = image;
         let starting = served.state(disk.name(), block_device, settings.changed());

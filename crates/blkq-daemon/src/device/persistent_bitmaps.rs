@@ -31,12 +31,9 @@ impl PersistentBitmaps {
         if !left_out.is_empty() {
             // Reserve the space for the remaining bitmaps now, and not only at detach.
             let reserved = store.map_or(Ok(()), |store| store.reserve(&disk.bitmaps()));
-            warnings
-                .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
+            warnings.extend(reserved.err().map(|e| format!("the dirty bitmaps may not be saved: {e}")));
         }
-        warnings.extend(
-            left_out.into_iter().map(|error| format!("a dirty bitmap is not kept up to date: {error}")),
-        );
+        warnings.extend(left_out.into_iter().map(|e| format!("a dirty bitmap is not kept up to date: {e}")));
         Ok((saved, warnings))
     }
 

@@ -381,11 +381,6 @@ impl Changes {
     pub(super) fn end_commit(&self) {
         *lock(&self.commit) = None;
     }
-
-    #[cfg(test)]
-    pub(super) fn is_changing(&self) -> bool {
-        self.changing.try_lock().is_err()
-    }
 }
 
 pub(super) fn stopping() -> Failure {
@@ -407,6 +402,12 @@ mod tests {
     use super::super::open;
     use super::*;
     use blkq::testing::wait_until;
+
+    impl Changes {
+        pub(in crate::device) fn is_changing(&self) -> bool {
+            self.changing.try_lock().is_err()
+        }
+    }
 
     // Contract: detach
     #[test]

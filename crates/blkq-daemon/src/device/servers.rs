@@ -15,13 +15,14 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::image::RELEASE_WAIT;
 use super::limits::{clients_max, memory_limits, reserve};
-use super::listen::{Sockets, no_server, socket_access, warn_of_access, warn_of_closed_directories};
+use super::listen::{Sockets, no_server, socket_access};
 use crate::log;
 
 const CONNECTIONS: u16 = 64;
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
 pub(super) struct ServerContext<'a> {
+    pub(super) options: &'a AttachOptions,
     pub(super) disk: &'a Arc<Disk>,
     pub(super) engines: &'a [EngineHandle],
     /// A name that other processes understand.
@@ -49,14 +50,10 @@ pub(super) struct PausedServers<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'
 
 impl Servers {
     /// Also returns warnings. Fails if a server cannot listen; then no server is left.
-    pub(super) fn start(
-        options: &AttachOptions,
-        sockets: Sockets,
-        context: ServerContext,
-    ) -> Outcome<(Servers, Vec<String>)> {
+    pub(super) fn start(sockets: Sockets, context: ServerContext) -> Outcome<(Servers, Vec<String>)> {
+        let ServerContext { options, disk, engines, is_after, .. } = context;
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
-        let closed = warn_of_closed_directories(sockets.nbd.iter().chain(&sockets.vhost), access);
-        let (disk, engines) = (context.disk, context.engines);
+        let closed = sockets.warn_of_closed_directories(access);
         let vhost_options = VhostUserOptions {
             serial: disk.name().to_owned(),
             access,
@@ -73,8 +70,7 @@ impl Servers {
         drop(reserved);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, sockets.nbd.len());
-        let is_after = context.is_after;
-        let nbd_options = nbd_options(options, connections_max, access, context);
+        let nbd_options = nbd_options(connections_max, access, context);
         let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
         let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
         for listen in sockets.nbd {
@@ -100,10 +96,36 @@ impl Servers {
         warnings.extend(
             unserved.map(|error| format!("some or all queues of virtual machines are not served: {error}")),
         );
-        warnings.extend(warn_of_access(options, &nbd_options, &servers.nbd, servers.vhost.as_ref()));
+        warnings.extend(servers.warn_of_access(options, &nbd_options));
         warnings.extend(nbd_options.tls.iter().flat_map(|tls| tls.certificates.warnings()));
         warnings.extend(closed);
         Ok((servers, warnings))
+    }
+
+    /// Warns about servers that more clients can reach than the user may expect.
+    fn warn_of_access(&self, options: &AttachOptions, nbd_options: &NbdOptions) -> Vec<String> {
+        let servers = &self.nbd;
+        let required = nbd_options.tls.as_ref().filter(|tls| tls.required);
+        let verified = required.is_some_and(|tls| tls.certificates.verifies_clients());
+        let mut warnings = Vec::new();
+        if required.is_some() && !verified {
+            warnings.extend(servers.iter().filter_map(NbdServer::beyond_this_machine).map(|address| {
+                format!("every machine that can reach {address} can use the device, because no client needs a certificate; add ca-cert.pem to the certificate directory, or restrict access with a firewall")
+            }));
+        }
+        let hint = match options.socket_mode {
+            Some(_) => "use --socket-group and --socket-mode 660",
+            None => "set SocketMode=0600 in the socket unit",
+        };
+        let open_to_all = servers.iter().filter_map(NbdServer::open_to_all_users);
+        let open_to_all = open_to_all.chain(self.vhost.as_ref().and_then(VhostUserDevice::open_to_all_users));
+        warnings.extend(open_to_all.map(|socket| format!("any local user can connect to {socket}; {hint}")));
+        if !(options.insecure || verified) {
+            warnings.extend(servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
+                format!("any local user can connect to {address}; use a unix socket, or TLS with client certificates (ca-cert.pem), or --insecure to accept this")
+            }));
+        }
+        warnings
     }
 
     pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
@@ -201,13 +223,8 @@ impl Connected {
     }
 }
 
-fn nbd_options(
-    options: &AttachOptions,
-    connections_max: usize,
-    access: SocketAccess,
-    context: ServerContext,
-) -> NbdOptions {
-    let ServerContext { disk, image, tls, serves_bytes, events, .. } = context;
+fn nbd_options(connections_max: usize, access: SocketAccess, context: ServerContext) -> NbdOptions {
+    let ServerContext { options, disk, image, tls, serves_bytes, events, .. } = context;
     let export = NbdExport {
         name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
         description: format!("{} {image}", disk.driver().name()),

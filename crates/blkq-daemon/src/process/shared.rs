@@ -81,6 +81,9 @@ pub(super) enum Termination {
     ExitAtOnce,
 }
 
+/// Selects a counter of events.
+type Counter = fn(&Shared) -> &AtomicUsize;
+
 /// Sent to the main thread when the device has stopped.
 pub(super) struct Stopped {
     /// The result of the last flush.
@@ -195,11 +198,7 @@ impl Shared {
     /// again for each event that arrives meanwhile. With a thread per event, threads that wait for the stage
     /// would leave none for commands. `events` counts the events that are not handled yet. Returns whether a
     /// thread runs.
-    fn run_once(
-        self: &Arc<Shared>,
-        events: fn(&Shared) -> &AtomicUsize,
-        job: impl Fn(&Shared) + Send + 'static,
-    ) -> bool {
+    fn run_once(self: &Arc<Shared>, events: Counter, job: impl Fn(&Shared) + Send + 'static) -> bool {
         if events(self).fetch_add(1, Ordering::SeqCst) > 0 {
             return true;
         }

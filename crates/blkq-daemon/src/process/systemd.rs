@@ -4,24 +4,22 @@ use std::ffi::OsStr;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
 /// The socket of the service manager, if it requests notifications.
-static MANAGER: OnceLock<UnixDatagram> = OnceLock::new();
+static MANAGER: LazyLock<Option<UnixDatagram>> =
+    LazyLock::new(|| connect(&std::env::var_os("NOTIFY_SOCKET")?).ok());
 
 /// Connects to the socket of the service manager. Must be called early: later this process may lack the mount
 /// of its path, and the privilege to create a socket. If there is no service manager, nothing happens.
 pub fn connect_manager() {
-    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
-    if let Ok(socket) = connect(&address) {
-        let _ = MANAGER.set(socket);
-    }
+    LazyLock::force(&MANAGER);
 }
 
 /// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. Errors are ignored: a lost
 /// notification must not stop the daemon.
 pub fn notify(lines: &str) {
-    if let Some(manager) = MANAGER.get() {
+    if let Some(manager) = &*MANAGER {
         let _ = manager.send(lines.as_bytes());
     }
 }

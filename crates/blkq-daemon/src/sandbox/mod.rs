@@ -69,8 +69,7 @@ pub const OPERATIONS: [Operation; 17] = [
     ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
 ];
 
-static NUMBERS: LazyLock<Vec<u8>> =
-    LazyLock::new(|| OPERATIONS.iter().map(|(_, number, _)| *number).collect());
+static NUMBERS: LazyLock<Vec<u8>> = LazyLock::new(|| OPERATIONS.map(|(_, number, _)| number).into());
 
 /// The ring of an engine is restricted to certain operations, but another ring would not be.
 fn no_more_rings() -> Result<(), blkq::Error> {
