@@ -4,33 +4,17 @@ use std::fmt::{self, Display, Formatter};
 
 use serde::{Deserialize, Serialize};
 
-/// An atomic change of the dirty bitmaps.
+/// An atomic change of the dirty bitmaps. The granularity is the number of bytes per bit. A disabled bitmap stops
+/// recording writes; its bits stay. A merge sets the bits of several bitmaps in another one, too.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum BitmapChange {
-    /// `granularity` is the number of bytes per bit.
-    Add {
-        name: String,
-        granularity: u64,
-    },
-    Remove {
-        name: String,
-    },
-    Clear {
-        name: String,
-    },
-    Enable {
-        name: String,
-    },
-    /// Makes a bitmap stop recording writes; its bits stay.
-    Disable {
-        name: String,
-    },
-    /// Sets the bits of several bitmaps in another one, too.
-    Merge {
-        from: Vec<String>,
-        into: String,
-    },
+    Add { name: String, granularity: u64 },
+    Remove { name: String },
+    Clear { name: String },
+    Enable { name: String },
+    Disable { name: String },
+    Merge { from: Vec<String>, into: String },
 }
 
 impl Display for BitmapChange {

@@ -74,11 +74,9 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
-    /// Reissue the requests that are held after I/O errors. The reply is their number.
-    Resume {
-        /// Complete the requests with their errors instead.
-        fail: bool,
-    },
+    /// Reissue the requests that are held after I/O errors, or with `fail` complete them with their errors. The reply
+    /// is their number.
+    Resume { fail: bool },
     /// Return the dirty bitmaps of the device.
     Bitmaps {},
     /// Save the dirty bitmaps of a raw image in a new file, which the client sends in the next step.
@@ -92,11 +90,9 @@ pub enum Request {
     Apply { settings: Vec<(String, String)> },
     /// Reload the certificates, for new connections. Does nothing if there are none.
     ReloadCertificates {},
-    /// Trace the device until the connection is closed. The reply carries the memory file with the events.
-    Trace {
-        /// Size of the ring of each queue in bytes, a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
-        ring_bytes: u64,
-    },
+    /// Trace the device until the connection is closed. The reply carries the memory file with the events. The ring of
+    /// each queue has `ring_bytes` bytes, a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
+    Trace { ring_bytes: u64 },
     /// Take an external snapshot: continue with a new overlay. The daemon replies three times ([`Dialogue`]):
     /// when it has flushed and expects the file of the overlay, when the overlay is ready and all I/O waits,
     /// and, after one more byte from the client, when I/O continues ([`Snapshotted`]).
@@ -120,11 +116,8 @@ pub enum Request {
     },
     /// Stop the daemon, and leave the kernel's block device to the next daemon.
     Leave {},
-    /// Detach the device, and stop the daemon.
-    Detach {
-        /// Detach even if clients are connected.
-        force: bool,
-    },
+    /// Detach the device, with `force` even if clients are connected, and stop the daemon.
+    Detach { force: bool },
 }
 
 /// A size that `blkq resize` accepts.
