@@ -73,10 +73,9 @@ impl Device {
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (job.next.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*job.top);
-            running.replace(
-                &exchange,
-                commit.finish(|| save(&self.state_with(&*self.running()?, &job.next)))?.into(),
-            )?;
+            // Fails if the device has stopped meanwhile.
+            let save = || save(&self.state_with(&*self.running()?, &job.next));
+            running.replace(&exchange, commit.finish(save)?.into())?;
             *lock(&running.served) = job.next.clone();
             drop(exchange);
             // The locks are released before the flush below, which may take long or hang: a forced stop must

@@ -99,11 +99,9 @@ impl Device {
             ("register-memory", register_memory.map(|_| registered_memory(guest))),
             ("metrics", self.metrics_uri()),
         ];
-        let in_force = ROWS
-            .iter()
-            .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))
-            .filter_map(|row| self.read_back(running, facts, row.key))
-            .map(|setting| (setting.name(), setting.value()));
+        let keys = ROWS.iter().map(|row| row.key).filter(|key| !SHOWN_ELSEWHERE.contains(key));
+        let in_force = keys.filter_map(|key| self.read_back(running, facts, key));
+        let in_force = in_force.map(|setting| (setting.name(), setting.value()));
         let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
         std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others).collect()
     }

@@ -73,11 +73,8 @@ fn cgroup_left(groups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<u
         for controller in CONTROLLERS.iter().filter(|it| names.split(',').any(|name| name == it.name)) {
             let mut directory = PathBuf::from(controller.mount);
             directory.push(group.trim_start_matches('/'));
-            let left = directory
-                .ancestors()
-                .take_while(|directory| directory.starts_with(controller.mount))
-                .filter_map(|directory| controller.left(directory, &read));
-            least = left.chain(least).min();
+            let within = directory.ancestors().take_while(|group| group.starts_with(controller.mount));
+            least = within.filter_map(|group| controller.left(group, &read)).chain(least).min();
         }
     }
     least

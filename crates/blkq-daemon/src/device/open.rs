@@ -340,9 +340,8 @@ fn fork_children<'a>(
     kept.extend(listen.filter_map(unix_path));
     kept.extend(needs.read.iter().cloned());
     kept.extend(ceph_mounts(options));
-    kept.extend(
-        options.pid_file.iter().flat_map(|path| [path.clone()].into_iter().chain(real_path(path).ok())),
-    );
+    let pid_file = options.pid_file.as_ref();
+    kept.extend(pid_file.cloned().into_iter().chain(pid_file.and_then(|path| real_path(path).ok())));
     if matches!(options.image, DriverSpec::Rbd(_)) {
         // The libraries may be on a mount that is detached below. Loading them creates no threads.
         blkq_drivers::rbd::load()?;

@@ -34,9 +34,8 @@ pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
     let requires_tls = has_certificates && !matches!(options.tls, Some(Tls::On | Tls::Off));
     if !requires_tls && !options.insecure {
         let listens = options.listen.iter().filter_map(|address| listen_at(address).ok());
-        listens
-            .filter_map(|listen| listen.beyond_this_machine())
-            .for_each(|address| add("listen", exposed(&address)));
+        let reachable = listens.filter_map(|listen| listen.beyond_this_machine());
+        reachable.for_each(|address| add("listen", exposed(&address)));
     }
     let metrics = options.metrics.as_ref().filter(|_| !options.insecure);
     if let Some(Ok(address)) = metrics.map(listen_at)

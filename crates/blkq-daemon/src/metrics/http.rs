@@ -4,13 +4,10 @@
 /// Maximum length of a request's head in bytes.
 pub const HEAD_BYTES_MAX: usize = 8 << 10;
 
+/// A request for the metrics with GET, whose answer contains the text, or with HEAD; or a request that is rejected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Asked {
-    /// A request for the metrics, with GET or HEAD.
-    Metrics {
-        /// Whether the answer contains the text (GET).
-        text: bool,
-    },
+    Metrics { text: bool },
     Rejected(Rejection),
 }
 

@@ -69,12 +69,10 @@ impl Endpoint {
     pub fn start(&mut self, read: impl Fn() -> Option<Sample> + Send + 'static) -> Outcome {
         let Some(listener) = self.listener.take() else { return Ok(()) };
         let stop = self.stop.clone();
-        let thread = std::thread::Builder::new()
-            .name("blkq-metrics".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || server::run(&listener, &stop, &read))
-            .map_err(|e| Failure::new(format!("--metrics: cannot start a thread: {e}")))?;
-        self.thread = Some(thread);
+        let thread = std::thread::Builder::new().name("blkq-metrics".into()).stack_size(STACK_BYTES);
+        let spawned = thread.spawn(move || server::run(&listener, &stop, &read));
+        let failed = |e| Failure::new(format!("--metrics: cannot start a thread: {e}"));
+        self.thread = Some(spawned.map_err(failed)?);
         Ok(())
     }
 }

@@ -165,33 +165,29 @@ impl Shared {
         if !self.device.is_autoclear() {
             return true;
         }
-        self.run_once(
-            |shared| &shared.departures,
-            |shared| {
-                let close = |device: &Device| match device.is_autoclear() {
-                    true => device.close(false),
-                    false => Err(Failure::new("the device stays")),
-                };
-                if shared.close(Stage::Stopping, close).is_ok() {
-                    log::line("stopping: the last client has disconnected");
-                    shared.stop(None);
-                }
-            },
-        )
+        let detach = |shared: &Shared| {
+            let close = |device: &Device| match device.is_autoclear() {
+                true => device.close(false),
+                false => Err(Failure::new("the device stays")),
+            };
+            if shared.close(Stage::Stopping, close).is_ok() {
+                log::line("stopping: the last client has disconnected");
+                shared.stop(None);
+            }
+        };
+        self.run_once(|shared| &shared.departures, detach)
     }
 
     /// Returns `false` if no thread can be started; then the caller must try again.
     pub(super) fn size_changed(self: &Arc<Shared>) -> bool {
-        self.run_once(
-            |shared| &shared.size_changes,
-            |shared| {
-                let (mut waiting, mut pause) = (None, SIZE_RETRY);
-                while !shared.follow_size(&mut waiting) {
-                    std::thread::sleep(pause);
-                    pause = (pause * 2).min(SIZE_RETRY_MAX);
-                }
-            },
-        )
+        let follow = |shared: &Shared| {
+            let (mut waiting, mut pause) = (None, SIZE_RETRY);
+            while !shared.follow_size(&mut waiting) {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(SIZE_RETRY_MAX);
+            }
+        };
+        self.run_once(|shared| &shared.size_changes, follow)
     }
 
     /// Runs `job` for an event that clients cause, on one thread for all events of this kind, which runs it
