@@ -182,31 +182,22 @@ pub fn parse_request(line: &[u8]) -> Outcome<Request> {
     serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
 }
 
-#[derive(Clone, Copy, Debug)]
-struct StopTimeouts {
-    /// After this time the client prints what it waits for.
-    report_after: Duration,
-    /// A forced stop fails after this time. Without force, the client waits for the I/O in flight and the
-    /// last flush, without a limit.
-    forced: Duration,
-}
-
 /// Sends a request to the daemon of `name`. If the request stops the daemon, also waits until its process has
 /// exited. Returns `None` if no daemon listens under this name. Fails with the daemon's error, or if the daemon does
 /// not answer or stop in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Option<T>> {
-    let timeouts = StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
-    call_with(dir, name, request, timeouts, |what| {
+    call_with(dir, name, request, [Duration::from_secs(2), Duration::from_secs(60)], |what| {
         print_error(&Failure::new(format!("{name}: waiting for {what}")));
     })
 }
 
-/// `report` receives what the client waits for.
+/// After the first of the times, `report` receives what the client waits for. A forced stop fails after the second one.
+/// Without force, the client waits for the I/O in flight and the last flush, without a limit.
 fn call_with<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,
     request: &Request,
-    timeouts: StopTimeouts,
+    [report_after, forced]: [Duration; 2],
     report: impl FnMut(&str),
 ) -> Outcome<Option<T>> {
     let log = dir.file(name, ".log");
@@ -233,10 +224,10 @@ fn call_with<T: DeserializeOwned>(
     let asks =
         matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {} | Request::Bitmaps {});
     let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
-    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + timeouts.forced);
+    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + forced);
     let reply = send(&stream, request).and_then(|()| {
         if stops {
-            wait_for_stop(dir, name, &stream, timeouts.report_after, until, report)?;
+            wait_for_stop(dir, name, &stream, report_after, until, report)?;
         }
         receive(&stream, if asks || stops { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
     });
@@ -250,7 +241,7 @@ fn call_with<T: DeserializeOwned>(
     };
     let reply = reply.map_err(|e| {
         is_stopped(&e).unwrap_or_else(|| match e.kind() {
-            io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, timeouts.forced),
+            io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, forced),
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
             _ => hangs(pid, &format!("sent no answer ({e})")),
         })
@@ -261,7 +252,7 @@ fn call_with<T: DeserializeOwned>(
             if let Some(daemon) = daemon.filter(|_| stops)
                 && !is_readable(&daemon, until)
             {
-                return Err(not_stopped(dir, name, pid, timeouts.forced));
+                return Err(not_stopped(dir, name, pid, forced));
             }
             Ok(Some(value))
         }

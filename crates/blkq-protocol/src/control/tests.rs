@@ -95,8 +95,7 @@ fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
             kept.push(stream);
         }
     });
-    let timeouts =
-        StopTimeouts { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+    let timeouts = [Duration::from_millis(50), Duration::from_millis(200)];
     let mut reported = String::new();
     let forced = Request::Detach { force: true };
     let report = |what: &str| reported.push_str(what);
@@ -136,8 +135,7 @@ fn a_stop_that_waits_for_a_client_names_it() {
             kept.push(stream);
         }
     });
-    let timeouts =
-        StopTimeouts { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+    let timeouts = [Duration::from_millis(50), Duration::from_millis(200)];
     let mut reported = String::new();
     let forced = Request::Detach { force: true };
     let report = |what: &str| reported.push_str(what);
