@@ -128,18 +128,17 @@ pub(super) struct Plan<'a> {
 
 impl Plan<'_> {
     /// Fails as [`open`] does.
-    pub(super) fn serve(self) -> Outcome<Device> {
-        let Plan { mut options, claim, sockets, opening, mut served, block_device, settings } = self;
-        let settings = DeviceSettings::new(&options, &settings);
+    pub(super) fn serve(mut self) -> Outcome<Device> {
+        let settings = DeviceSettings::new(&self.options, &self.settings);
         let mut saved = settings.saved();
-        saved.apply_to(&mut options);
-        let options = &options;
+        saved.apply_to(&mut self.options);
         let idle = new_event()?;
-        let is_take_over = opening.device_bytes.is_some();
-        let is_after = is_take_over || claim.predecessor_of(&image_name(&options.image)).is_some();
-
-        let opened = Opened::new(options, claim, &sockets, block_device.map(|_| &idle), opening)?;
+        let is_take_over = self.opening.device_bytes.is_some();
+        let predecessor = self.claim.predecessor_of(&image_name(&self.options.image));
+        let is_after = is_take_over || predecessor.is_some();
+        let opened = self.open(&idle)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
+        let Plan { ref options, claim, sockets, mut served, block_device, .. } = self;
         claim.write_owner(source.driver.owner().as_deref())?;
 
         let disk = build_disk(options, claim, source.driver)?;
@@ -259,43 +258,14 @@ impl Plan<'_> {
             flushes_ignored: options.unsafe_flush_ignore,
         })
     }
-}
 
-impl Served {
-    /// Must happen before this process reads anything from a client: the next daemon trusts the file.
-    fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
-        let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
-        let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
-        Ok(Served { image, number, attach_options: Some(options) })
-    }
-}
-
-/// The files, locks and processes of a device, which are opened before its mounts are detached and threads are created.
-struct Opened {
-    /// A name that other processes understand.
-    image: String,
-    source: blkq_drivers::Opened,
-    journals: Option<Arc<Journals>>,
-    no_journals: Option<String>,
-    metrics: Option<Listen>,
-    tls: Option<TlsOptions>,
-    needs: Needs,
-    children: Option<(SetupProcess, IdleWatch)>,
-}
-
-impl Opened {
-    /// If `idle_event` is given, the device will have a block device: this process then gets a mount
-    /// namespace of its own, and the event becomes readable when the block device has no users. Fails if a
-    /// file cannot be opened or a process cannot be created.
-    fn new(
-        options: &AttachOptions,
-        claim: &Claim,
-        sockets: &Sockets,
-        idle_event: Option<&Arc<OwnedFd>>,
-        opening: Opening,
-    ) -> Outcome<Opened> {
+    /// If the device will have a block device, this process gets a mount namespace of its own, and the `idle` event
+    /// becomes readable when the block device has no users. Fails if a file cannot be opened or a process cannot be
+    /// created.
+    fn open(&self, idle: &Arc<OwnedFd>) -> Outcome<Opened> {
+        let Plan { options, claim, sockets, opening, block_device, .. } = self;
         let open = |journals| {
-            let opened = open_driver(claim.dir(), options, idle_event.is_some(), &opening, journals);
+            let opened = open_driver(claim.dir(), options, block_device.is_some(), opening, journals);
             let opened = opened.map_err(|error| refusal(error, options, claim))?;
             // A daemon may have exited since the check before the image was opened, and its device may wait for the
             // next daemon.
@@ -323,10 +293,32 @@ impl Opened {
         let certificates = tls.iter().flat_map(|tls| directories_of(tls.certificates.directory()));
         needs.read.extend(certificates);
         needs.journals = journals.as_ref().map(|journals| journals.directory().to_owned());
-        let children = idle_event.map(|idle| fork_children(options, listen, &needs, idle)).transpose()?;
+        let children = block_device.map(|_| fork_children(options, listen, &needs, idle)).transpose()?;
         let source = source.map_or_else(|| open(None), Ok)?;
         Ok(Opened { image, source, journals, no_journals, metrics, tls, needs, children })
     }
+}
+
+impl Served {
+    /// Must happen before this process reads anything from a client: the next daemon trusts the file.
+    fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
+        let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
+        let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
+        Ok(Served { image, number, attach_options: Some(options) })
+    }
+}
+
+/// The files, locks and processes of a device, which are opened before its mounts are detached and threads are created.
+struct Opened {
+    /// A name that other processes understand.
+    image: String,
+    source: blkq_drivers::Opened,
+    journals: Option<Arc<Journals>>,
+    no_journals: Option<String>,
+    metrics: Option<Listen>,
+    tls: Option<TlsOptions>,
+    needs: Needs,
+    children: Option<(SetupProcess, IdleWatch)>,
 }
 
 /// Afterwards this process has a mount namespace of its own, with only the mounts that it needs.
@@ -334,7 +326,7 @@ fn fork_children<'a>(
     options: &AttachOptions,
     listen: impl Iterator<Item = &'a Listen>,
     needs: &Needs,
-    idle_event: &Arc<OwnedFd>,
+    idle: &Arc<OwnedFd>,
 ) -> Outcome<(SetupProcess, IdleWatch)> {
     let mut kept = vec![StateDir::locate()?.path().to_owned()];
     kept.extend(listen.filter_map(unix_path));
@@ -353,7 +345,7 @@ fn fork_children<'a>(
     // This process must be forked now: later this daemon has threads and lacks the privileges.
     let confine = move || !sandbox || sandbox::watcher().is_ok();
     // SAFETY: as above.
-    let users = unsafe { IdleWatch::fork(idle_event, confine) }?;
+    let users = unsafe { IdleWatch::fork(idle, confine) }?;
     Ok((setup, users))
 }
 
