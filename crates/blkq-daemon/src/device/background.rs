@@ -37,9 +37,7 @@ impl BackgroundThreads {
         if std::mem::take(&mut self.wants_auto_limit) {
             self.auto_limit = Some(AutoLimiter::start(&running.disk)?);
         }
-        if let Some(vhost) = &running.servers.vhost {
-            vhost.serve()?;
-        }
+        running.servers.vhost.iter().try_for_each(|vhost| vhost.serve())?;
         // The thread must not keep the device from stopping.
         let running = Arc::downgrade(running);
         let sample = move || Some(running.upgrade()?.sample());

@@ -206,9 +206,7 @@ impl Device {
                 let _ = running.disk.resize(Some(before));
             })?;
         }
-        if let Some(vhost) = &running.servers.vhost {
-            vhost.resized();
-        }
+        running.servers.vhost.iter().for_each(|vhost| vhost.resized());
         Ok(bytes)
     }
 

@@ -289,9 +289,7 @@ impl Running {
             )
         })?;
         self.servers.close();
-        if let Some(ublk) = ublk {
-            ublk.quiesce(&self.disk);
-        }
+        ublk.iter().for_each(|ublk| ublk.quiesce(&self.disk));
         self.release()
     }
 

@@ -328,9 +328,7 @@ fn claim<'a>(dir: &StateDir, start: Start<'a>) -> Outcome<Left<'a>> {
         }
         Start::Recovery { options, orphan } => {
             let Orphan { claim, state } = *orphan;
-            for suffix in [".control", ".nbd", ".vhost"] {
-                claim.remove_socket(suffix)?;
-            }
+            [".control", ".nbd", ".vhost"].iter().try_for_each(|suffix| claim.remove_socket(suffix))?;
             (claim, options, Vec::new(), Some(state))
         }
     })

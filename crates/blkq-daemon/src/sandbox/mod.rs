@@ -86,16 +86,12 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     if let Some(image) = &needs.image {
         landlock.allow_image(image.as_fd())?;
     }
-    for directory in directories(&needs.removed) {
-        landlock.allow(directory, access::REMOVE_FILE)?;
-    }
+    directories(&needs.removed).try_for_each(|directory| landlock.allow(directory, access::REMOVE_FILE))?;
     if let Some(directory) = &needs.journals {
         // A snapshot creates the journal of the overlay.
         landlock.allow(directory, access::REPLACE_FILE | access::READ_FILE)?;
     }
-    for directory in &needs.read {
-        landlock.allow(directory, access::READ_FILE)?;
-    }
+    needs.read.iter().try_for_each(|directory| landlock.allow(directory, access::READ_FILE))?;
     if let Some(id) = &needs.block_device {
         landlock.allow(Path::new(CONTROL_PATH), access::DEVICE)?;
         landlock.allow(Path::new(&ublk::block_path(*id)), access::DEVICE)?;
@@ -140,9 +136,8 @@ pub const READ_BY_CEPH: [&str; 9] = [
 /// cluster and to reading the files `read`, or files below them. `read` should include [`READ_BY_CEPH`].
 pub fn cluster(read: &[PathBuf]) -> Outcome {
     let mut landlock = Landlock::new(BIND_TCP)?;
-    for path in read.iter().filter(|path| path.exists()) {
-        landlock.allow(path, access::READ_FILE)?;
-    }
+    let mut existing = read.iter().filter(|path| path.exists());
+    existing.try_for_each(|path| landlock.allow(path, access::READ_FILE))?;
     // Keyrings may be readable only for Ceph's user, or for root.
     enter(CapabilitySet::DAC_READ_SEARCH, Some(landlock), seccomp::CLUSTER).map(drop)
 }

@@ -1,4 +1,4 @@
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -64,7 +64,7 @@ impl Dialogue {
         timeout: Duration,
     ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
         let stream = connect(dir, name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => not_accepting(dir, name),
+            ErrorKind::NotFound | ErrorKind::ConnectionRefused => not_accepting(dir, name),
             _ if stopped(&e).is_some() => no_answer(e),
             _ => Failure::new(format!("cannot connect to the daemon of {name}: {e}")),
         })?;
@@ -85,7 +85,7 @@ impl Dialogue {
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
         match send_files(&self.stream, b"\n", files) {
             // The daemon has cancelled the command. Its reply, which is read next, says why.
-            Err(e) if !matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+            Err(e) if !matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
                 Err(no_answer(e))
             }
             _ => Ok(()),

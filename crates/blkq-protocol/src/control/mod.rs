@@ -11,7 +11,7 @@ pub use socket::{FILES_MAX, is_readable, receive_files, send_files};
 
 use std::ffi::OsStr;
 use std::fmt::{self, Display, Formatter};
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -208,10 +208,8 @@ fn call_with<T: DeserializeOwned>(
     let is_stopped = |e: &io::Error| stopped(e).map(|stopped| Failure::new(format!("{name}: {stopped}")));
     let stream = match connect(dir, name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-            return Ok(None);
-        }
-        Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => return Ok(None),
+        Err(e) if e.kind() == ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
         Err(e) => {
             let other = || Failure::new(format!("cannot connect to the daemon of {name}: {e}"));
             return Err(is_stopped(&e).unwrap_or_else(other));
@@ -241,8 +239,8 @@ fn call_with<T: DeserializeOwned>(
     };
     let reply = reply.map_err(|e| {
         is_stopped(&e).unwrap_or_else(|| match e.kind() {
-            io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, forced),
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
+            ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, forced),
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => hangs(pid, "does not answer"),
             _ => hangs(pid, &format!("sent no answer ({e})")),
         })
     })?;
@@ -280,11 +278,11 @@ pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
     send(&stream, &Request::Ping {})?;
     receive::<serde_json::Value>(&stream, ANSWER_TIMEOUT)?;
     let pid = peer.pid.map(|pid| pid.as_raw_nonzero().get());
-    pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| io::ErrorKind::NotFound.into())
+    pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| ErrorKind::NotFound.into())
 }
 
 /// Reports what the daemon waits for after `report_after`, and again if requests are held later on. Fails
-/// with [`io::ErrorKind::TimedOut`] at `until`, and as [`wait_for`] does if the daemon is stopped.
+/// with [`ErrorKind::TimedOut`] at `until`, and as [`wait_for`] does if the daemon is stopped.
 fn wait_for_stop(
     dir: &StateDir,
     name: &str,
@@ -302,7 +300,7 @@ fn wait_for_stop(
         }
         // A forced stop fails held requests, so there is nothing more to report.
         if until.is_some() {
-            return wait_for(stream, until)?.then_some(()).ok_or(io::ErrorKind::TimedOut.into());
+            return wait_for(stream, until)?.then_some(()).ok_or(ErrorKind::TimedOut.into());
         }
     }
     Ok(())
@@ -384,8 +382,7 @@ fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -
 }
 
 fn is_cut_off(error: &io::Error) -> bool {
-    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+    matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof)
 }
 
 /// As [`call`], for a `name` that the user gave. Also fails if no such device exists, its daemon was killed or
@@ -442,7 +439,7 @@ pub fn died(name: &str, last_log_line: &str) -> Failure {
 fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     match stream.write_all(&json_line(request)?) {
-        Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => Ok(()),
+        Err(e) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => Ok(()),
         sent => sent,
     }
 }
@@ -461,13 +458,13 @@ fn receive_with_file<T: DeserializeOwned>(
     let mut piece = vec![0; 4096];
     while answer.last() != Some(&b'\n') && answer.len() < REPLY_BYTES_MAX {
         if !wait_for(stream, Some(Instant::now() + timeout))? {
-            return Err(io::ErrorKind::TimedOut.into());
+            return Err(ErrorKind::TimedOut.into());
         }
         let (seen, _) = retry_on_intr(|| recv(stream, &mut piece[..], RecvFlags::PEEK))?;
         let line = piece[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
         let (received, files) = receive_files(stream, &mut piece[..line])?;
         if received == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
+            return Err(io::Error::new(ErrorKind::UnexpectedEof, "the connection was closed"));
         }
         answer.extend_from_slice(&piece[..received]);
         file = files.into_iter().last().or(file);
