@@ -134,8 +134,7 @@ impl Plan<'_> {
         saved.apply_to(&mut self.options);
         let idle = new_event()?;
         let is_take_over = self.opening.device_bytes.is_some();
-        let predecessor = self.claim.predecessor_of(&image_name(&self.options.image));
-        let is_after = is_take_over || predecessor.is_some();
+        let is_after = is_take_over || self.claim.predecessor_of(&image_name(&self.options.image)).is_some();
         let opened = self.open(&idle)?;
         let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
         let Plan { ref options, claim, sockets, mut served, block_device, .. } = self;
