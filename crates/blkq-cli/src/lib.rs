@@ -15,7 +15,6 @@ use clap::{CommandFactory, Parser};
 use clap_complete::CompleteEnv;
 
 pub mod commands;
-pub mod completion;
 pub mod config;
 pub mod devices;
 pub mod launch;
@@ -24,15 +23,16 @@ pub mod trace;
 pub mod usage;
 
 use commands::Cli;
+use commands::generate::COMPLETION_VARIABLE;
 
 /// Runs the command line of this process. `D` is the daemon that some commands start in this process. Returns the exit
 /// code: 0 for success, 1 if the command was refused or failed (one line on standard error says why). Wrong usage exits
 /// with 2, as clap does.
 pub fn main<D: Serve>() -> ExitCode {
-    launch::parent::note();
-    if std::env::var_os(completion::VARIABLE).is_some() {
+    launch::note_parent();
+    if std::env::var_os(COMPLETION_VARIABLE).is_some() {
         // A shell asks for completions. This prints them and exits.
-        CompleteEnv::with_factory(Cli::command).var(completion::VARIABLE).complete();
+        CompleteEnv::with_factory(Cli::command).var(COMPLETION_VARIABLE).complete();
     }
     run::<D>().unwrap_or_else(|failure| {
         print_error(&failure);

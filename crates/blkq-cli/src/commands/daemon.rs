@@ -8,7 +8,7 @@ use blkq_protocol::daemon::{LaunchMessage, Parent, Serve, Start};
 use blkq_protocol::failure::{EXIT_FAILED, Failure, Outcome};
 
 use super::recover;
-use crate::launch::parent;
+use crate::launch::exit_with_parent;
 
 #[derive(clap::Args, Debug)]
 pub struct Args {
@@ -43,7 +43,7 @@ impl Args {
 
     fn start<D: Serve>(&self, parent: &mut Parent) -> Outcome<D> {
         if self.exit_with_parent {
-            parent::exit_with_it()?;
+            exit_with_parent()?;
         }
         if self.recover {
             return recover::take_over(&self.name.to_string_lossy(), self.allow_replaced, Vec::new(), parent);

@@ -12,8 +12,7 @@ use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::state::{Dead, Found, Orphan, StateDir, check_name};
 
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::{device_names, device_parser, named};
 use crate::output::{for_each, print};
 
 /// The longest wait for a device that is starting, stopping or being handed over to a new daemon.
@@ -39,7 +38,7 @@ Examples:
   blkq detach --all --force")]
 pub struct Args {
     /// The devices, each by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
+    #[arg(value_parser = device_parser(), add = device_names(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
     devices: Vec<String>,
     /// Detach all devices, and print the result for each
     #[arg(long)]

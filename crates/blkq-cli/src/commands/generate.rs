@@ -9,7 +9,8 @@ use clap::{Arg, Command, ValueEnum};
 use clap_complete::env::Shells;
 use clap_mangen::Man;
 
-use crate::completion::VARIABLE;
+/// The environment variable that scripts for completion set to the name of their shell.
+pub const COMPLETION_VARIABLE: &str = "COMPLETE";
 
 /// Headings of sections in the help of a command, after the options. Each becomes a section of the manual
 /// page.
@@ -67,7 +68,7 @@ fn completions(dir: &Path) -> io::Result<()> {
             _ => "_blkq.ps1",
         };
         let mut script = Vec::new();
-        shell.write_registration(VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
+        shell.write_registration(COMPLETION_VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
         if shell.name() == "zsh" {
             // zsh autoloads the file from $fpath as the body of the function `_blkq`. Without this line, the
             // first completion would only register the completer.

@@ -12,8 +12,7 @@ use blkq_protocol::options::AttachOptions;
 use blkq_protocol::state::{Fate, Found, StateDir, check_name};
 
 use super::attach;
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::{device_names, device_parser, named};
 use crate::launch::{Launched, Program, report};
 use crate::output::for_each;
 use blkq_drivers::DriverSpec;
@@ -35,7 +34,7 @@ Examples:
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev
     #[arg(
-        value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE",
+        value_parser = device_parser(), add = device_names(), value_name = "DEVICE",
         required_unless_present = "all"
     )]
     name: Option<String>,

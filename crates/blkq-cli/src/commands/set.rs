@@ -1,5 +1,6 @@
 //! `blkq set`: changes settings of a device in use.
 
+use std::ffi::OsStr;
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 
@@ -9,9 +10,9 @@ use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::open_for_daemon;
 use blkq_protocol::options::{Key, NO_GROUP, Row, parse_group_name};
 use blkq_protocol::state::StateDir;
+use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 
-use crate::completion;
-use crate::devices::{device_parser, named};
+use crate::devices::{device_names, device_parser, named};
 use crate::output::for_each;
 use crate::usage::exit;
 
@@ -22,10 +23,10 @@ use crate::usage::exit;
 )]
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = device_names(), value_name = "DEVICE")]
     name: String,
     /// The settings, which are changed in this order until one fails
-    #[arg(required_unless_present = "all", value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
+    #[arg(required_unless_present = "all", value_name = "KEY=VALUE", add = setting_keys(), value_parser = parse_setting)]
     settings: Vec<(String, String)>,
     /// Change the settings of all devices
     ///
@@ -61,6 +62,15 @@ Examples:
   blkq set --all hang-warning=10
   blkq set disk.img fault=none          # for a device attached with --fault"
     )
+}
+
+/// Completes the keys of settings, with the `=`.
+fn setting_keys() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        let current = current.to_string_lossy();
+        let keys = Row::sorted_by_name().into_iter().map(|row| format!("{}=", row.name));
+        keys.filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
+    })
 }
 
 /// Parses `KEY=VALUE`. Neither part may be empty.

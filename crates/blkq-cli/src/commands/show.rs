@@ -7,8 +7,7 @@ use blkq_protocol::state::{Remains, StateDir};
 
 use crate::commands::commit::shown_progress;
 use crate::commands::front_ends::{self, memory_hint};
-use crate::completion;
-use crate::devices::{Entry, device_parser, inspect, named};
+use crate::devices::{Entry, device_names, device_parser, inspect, named};
 use crate::output::columns::Cell;
 use crate::output::{Align, for_each, print, print_json, quantity, render};
 use blkq::units::format_bytes;
@@ -26,7 +25,7 @@ Examples:
   blkq show disk.img --libvirt >disk.xml && virsh attach-device guest disk.xml")]
 pub struct Args {
     /// The devices, each by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required = true)]
+    #[arg(value_parser = device_parser(), add = device_names(), value_name = "DEVICE", required = true)]
     devices: Vec<String>,
     /// Print one JSON object per device, each on a line
     #[arg(long)]

@@ -21,10 +21,10 @@ use blkq_protocol::state::StateDir;
 
 use super::attach::create::{FileGuard, directory_of};
 use super::recorded_image::RecordedImage;
+use crate::config;
 use crate::devices::disks::{SYSFS, disks_under};
-use crate::devices::named;
+use crate::devices::{device_names, named};
 use crate::output::{for_each, print_line, warn};
-use crate::{completion, config};
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -39,7 +39,7 @@ Examples:
   blkq snapshot data=data.2.qcow2 log=log.2.qcow2")]
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev; several devices as DEVICE=FILE
-    #[arg(required = true, value_name = "DEVICE[=FILE]", add = completion::devices())]
+    #[arg(required = true, value_name = "DEVICE[=FILE]", add = device_names())]
     devices: Vec<String>,
     /// Create the overlay of a single device as FILE, which must not exist
     #[arg(long, value_name = "FILE")]

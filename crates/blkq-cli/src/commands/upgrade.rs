@@ -16,8 +16,7 @@ use blkq_protocol::state::StateDir;
 use super::recover::attach_options;
 use crate::config;
 use crate::devices::DeviceArg;
-use crate::launch::session::in_own_session;
-use crate::launch::{Program, report};
+use crate::launch::{Program, in_own_session, report};
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 

@@ -13,9 +13,9 @@ use blkq_protocol::info::{DeviceInfo, FileId, is_behind};
 use blkq_protocol::options::Address;
 use blkq_protocol::state::{Fate, Found, Remains, StateDir, check_name};
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use serde::Serialize;
 
-use crate::completion;
 use crate::config::{Configured, configured};
 
 use uri::{NbdAddress, Place};
@@ -226,7 +226,7 @@ pub fn word_of(word: &OsStr) -> Outcome<String> {
 #[derive(clap::Args, Debug)]
 pub struct DeviceArg {
     /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = device_names(), value_name = "DEVICE")]
     pub word: String,
 }
 
@@ -243,6 +243,14 @@ impl DeviceArg {
         let (dir, name) = self.find()?;
         act(&dir, &name).map_err(|e| e.during(format_args!("{verb} {}", self.word)))
     }
+}
+
+/// Completes the names of devices. Their daemons are not asked, because they may hang.
+pub fn device_names() -> ArgValueCandidates {
+    ArgValueCandidates::new(|| {
+        let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
+        names.into_iter().map(CompletionCandidate::new).collect()
+    })
 }
 
 pub fn device_parser() -> impl TypedValueParser<Value = String> {

@@ -1,8 +1,6 @@
 //! Starts a daemon: runs this program again, which sends its reply on standard output and continues in the
-//! background.
+//! background. Also runs other work in processes of its own, and exits together with the process that started this one.
 
-pub mod parent;
-pub mod session;
 pub mod systemd;
 
 use std::fs::File;
@@ -11,14 +9,22 @@ use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blkq_export::retry::retry;
-use blkq_protocol::control::{REPLY_BYTES_MAX, Reply};
+use blkq_protocol::control::{REPLY_BYTES_MAX, Reply, reply_line};
 use blkq_protocol::daemon::LaunchMessage;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 use blkq_protocol::options::{AttachOptions, Record};
+use blkq_protocol::system::signals;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{
+    Pid, Signal, WaitOptions, getpid, getppid, set_parent_process_death_signal, setsid, waitpid,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::output::{print_line, warn};
 
@@ -27,6 +33,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 const SUBCOMMAND: &str = "daemon";
+
+/// The parent of this process when it began.
+static STARTED_BY: OnceLock<Option<Pid>> = OnceLock::new();
 
 pub struct Launched {
     pub info: DeviceInfo,
@@ -145,6 +154,74 @@ fn failure(error: io::Error) -> Failure {
     let has_proc = Path::new("/proc/self").exists();
     let hint = if has_proc { "" } else { "; mount a proc file system on /proc" };
     Failure::new(format!("cannot start the daemon: {error}{hint}"))
+}
+
+/// Runs `work` in a child process and returns its result. Ctrl-C, the end of the terminal session, SIGTERM
+/// and even SIGKILL of this process do not stop `work`. Fails if `work` fails, or if the child process cannot
+/// be started or was killed.
+pub fn in_own_session<T: Serialize + DeserializeOwned>(work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    let failed = |e: io::Error| Failure::new(format!("cannot start a process: {e}"));
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
+    // SAFETY: a command has no other threads, so the child inherits no lock that another thread held.
+    match unsafe { libc::fork() } {
+        -1 => Err(failed(io::Error::last_os_error())),
+        0 => {
+            drop(reader);
+            // setsid fails only for the leader of a process group, which a new process is not.
+            let _ = setsid();
+            let done = signals::ignore(&signals::DAEMON).and_then(|()| work());
+            // The parent, which waits for the reply, may have been killed. The work is done all the same.
+            let _ = File::from(writer).write_all(&reply_line(done));
+            std::process::exit(0)
+        }
+        pid => {
+            drop(writer);
+            let mut line = Vec::new();
+            File::from(reader).take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failed)?;
+            // The child has replied or was killed, so this does not wait long.
+            let _ = waitpid(Pid::from_raw(pid), WaitOptions::empty());
+            match serde_json::from_slice(&line) {
+                Ok(Reply::Ok(value)) => Ok(value),
+                Ok(Reply::Error(message)) => Err(Failure::new(message)),
+                Err(_) => Err(Failure::new(
+                    "the process that made the change was killed; `blkq list` shows whether the change was made",
+                )),
+            }
+        }
+    }
+}
+
+/// Records the parent. Must be called first, because the parent may exit at any time.
+pub fn note_parent() {
+    STARTED_BY.get_or_init(getppid);
+}
+
+/// Makes the kernel send SIGTERM to this process when the thread that started it exits. Fails if the parent
+/// has already exited; the kernel would send no signal then.
+pub fn exit_with_parent() -> Outcome {
+    set_parent_process_death_signal(Some(Signal::TERM))
+        .map_err(|e| Failure::new(format!("cannot exit with the parent process: {e}")))?;
+    let parent = getppid();
+    if STARTED_BY.get().is_some_and(|pid| *pid != parent) || was_adopted(parent) {
+        return Err(Failure::new("the process that started blkq has already exited"));
+    }
+    Ok(())
+}
+
+/// Whether the parent exited before this process recorded it. A process inherits the session of its parent,
+/// unless it leads a session. So a parent with another session has adopted this process.
+fn was_adopted(parent: Option<Pid>) -> bool {
+    let session = session_of(0);
+    let (Some(parent), true) = (parent, session != Some(getpid().as_raw_pid())) else { return false };
+    session_of(parent.as_raw_pid()).is_some_and(|of_parent| Some(of_parent) != session)
+}
+
+/// The session of `process`, or of this process if 0. The session is 0 if its leader is outside of this PID
+/// namespace, as in many containers; rustix does not support that value.
+fn session_of(process: libc::pid_t) -> Option<libc::pid_t> {
+    // SAFETY: the call has no pointer.
+    let session = unsafe { libc::getsid(process) };
+    (session >= 0).then_some(session)
 }
 
 #[cfg(test)]

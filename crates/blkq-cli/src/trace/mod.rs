@@ -1,5 +1,5 @@
 //! `blkq trace`: reads the events of a device from its daemon's memory, and processes them. `rings` reads the
-//! events, and `ordered` merges the queues by time. `io_tracker` follows each I/O through its events, and
+//! events and merges the queues by time. `io_tracker` follows each I/O through its events, and
 //! `filter` selects I/Os. `blktrace`, `lines` and `chrome` write the output.
 
 pub mod blktrace;
@@ -7,7 +7,6 @@ pub mod chrome;
 pub mod filter;
 pub mod io_tracker;
 pub mod item;
-pub mod ordered;
 pub mod output;
 pub mod rings;
 

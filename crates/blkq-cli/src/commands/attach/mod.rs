@@ -19,7 +19,7 @@ use clap::{ArgAction, Args as _, Command, FromArgMatches};
 
 use crate::commands::detach::detach;
 use crate::config::with_defaults;
-use crate::launch::{Program, parent, report, systemd};
+use crate::launch::{Program, exit_with_parent, report, systemd};
 use crate::output::{print_json, warn};
 use crate::usage::first_line;
 
@@ -151,7 +151,7 @@ impl Args {
         // A service manager supervises the process that it passes sockets to, so this process must serve
         // them.
         if self.foreground || self.exit_with_parent || is_activated {
-            let parent = if self.exit_with_parent { parent::exit_with_it() } else { Ok(()) };
+            let parent = if self.exit_with_parent { exit_with_parent() } else { Ok(()) };
             let start = |()| D::start(Start::New(&options), inherited, &mut Parent::none());
             let daemon = parent.and_then(start).map_err(failed)?;
             created.into_iter().for_each(FileGuard::keep);

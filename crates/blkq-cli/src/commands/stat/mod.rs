@@ -1,5 +1,4 @@
 mod histogram;
-mod overview;
 mod page;
 pub(super) mod report;
 
@@ -13,11 +12,11 @@ use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::StateDir;
 use blkq_protocol::system::timestamp::rfc3339;
 
-use crate::devices::name_of;
+use crate::devices::{device_names, name_of};
 use crate::output::{exit_code, print, print_json};
-use crate::{completion, usage};
+use crate::usage;
 
-use overview::overview;
+use page::overview;
 use report::Report;
 
 /// The I/Os per second, and the MB (10^6 bytes) read and written per second, between two samples.
@@ -53,7 +52,7 @@ Examples:
 pub struct Args {
     /// The devices, each by its name, image, URI or node in /dev [default: all]; then the seconds between
     /// reports, and the number of reports
-    #[arg(add = completion::devices(), value_name = "NAME|INTERVAL|COUNT")]
+    #[arg(add = device_names(), value_name = "NAME|INTERVAL|COUNT")]
     words: Vec<String>,
     /// Report all devices, as without names
     #[arg(long)]

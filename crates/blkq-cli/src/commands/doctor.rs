@@ -1,6 +1,9 @@
+//! `blkq doctor`: checks what this machine supports, and prints the commands that enable the rest.
+
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use blkq::ErrorKind;
 use blkq::ring;
@@ -8,12 +11,14 @@ use blkq::text::shell_word;
 use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
+use blkq_protocol::failure::Outcome;
 use blkq_protocol::state::{STATE_DIR_VARIABLE, StateDir};
 use blkq_protocol::system::kernel::{has_seccomp, landlock_abi, raise_limits};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
-
 use serde::Serialize;
+
+use crate::output::{Align, exit_code, print, print_json, render};
 
 /// The oldest kernel whose io_uring has all operations that an engine needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);
@@ -24,9 +29,76 @@ const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 /// The number of open files that a device needs for the highest --max-connections.
 const FILES: u64 = 2048;
 
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Prints a line for each part of the machine that blkq uses: `ok`, `limited` (works, with
+restrictions) or `missing`, and below it the command that enables the rest. Nothing is changed. The
+exit status is 0 if images can be served over NBD to other programs of this machine and the
+certificates, if given, can be used.
+
+Examples:
+  blkq doctor
+  blkq doctor --tls-certificates /etc/blkq/tls
+  blkq doctor --json | jq -r '.checks[] | select(.state != \"ok\") | .cure'")]
+pub struct Args {
+    /// Check also the certificates in DIR, as for `blkq attach --tls-certificates`
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Page {
+    version: &'static str,
+    kernel: String,
+    /// No part is missing that serving images needs.
+    works: bool,
+    checks: Vec<Finding>,
+}
+
+impl Page {
+    fn new(checks: Vec<Finding>) -> Page {
+        let works = !checks.iter().any(|check| check.needed && check.state == State::Missing);
+        Page { version: env!("CARGO_PKG_VERSION"), kernel: kernel_release(), works, checks }
+    }
+
+    fn lacks_asked(&self) -> bool {
+        self.checks.iter().any(|check| check.asked && check.state == State::Missing)
+    }
+
+    fn text(&self) -> String {
+        let mut rows = Vec::new();
+        for Finding { name, state, found, hint, .. } in &self.checks {
+            rows.push([(*name).to_owned(), state.name().to_owned(), found.clone()]);
+            rows.extend(hint.iter().map(|hint| [String::new(), String::new(), format!("hint: {hint}")]));
+        }
+        let all_ok = self.checks.iter().all(|check| check.state == State::Ok);
+        let verdict = match (self.works, self.lacks_asked(), all_ok) {
+            (true, false, true) => "This machine supports everything that blkq uses.",
+            (true, false, false) => {
+                "Images can be served over NBD. Everything not marked \"ok\" above is optional."
+            }
+            (true, true, _) => "Images can be served over NBD, but not with these certificates.",
+            (false, ..) => "Images cannot be served on this machine. See the lines marked \"missing\" above.",
+        };
+        let Page { version, kernel, .. } = self;
+        format!("blkq {version} on Linux {kernel}\n\n{}\n{verdict}\n", render([Align::Left; 3], &rows))
+    }
+}
+
+impl Args {
+    pub fn run(self) -> Outcome<ExitCode> {
+        let page = Page::new(run_all(self.tls_certificates.as_deref()));
+        let printed = if self.json { print_json(&page) } else { print(&page.text()) };
+        printed.map(|()| exit_code(!page.works || page.lacks_asked()))
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+enum State {
     Ok,
     /// The part works, with restrictions.
     Limited,
@@ -34,7 +106,7 @@ pub enum State {
 }
 
 impl State {
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             State::Ok => "ok",
             State::Limited => "limited",
@@ -44,36 +116,36 @@ impl State {
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Finding {
-    pub name: &'static str,
-    pub state: State,
+struct Finding {
+    name: &'static str,
+    state: State,
     /// No image can be served without this part.
-    pub needed: bool,
+    needed: bool,
     /// The user asked for this part with an option: the command fails if the part is missing.
     #[serde(skip)]
-    pub asked: bool,
-    pub found: String,
+    asked: bool,
+    found: String,
     /// A command, or the page that has the commands. The key in the JSON is older than the field's name.
     #[serde(rename = "cure")]
-    pub hint: Option<String>,
+    hint: Option<String>,
 }
 
 impl Finding {
-    pub fn ok(found: impl Into<String>) -> Finding {
+    fn ok(found: impl Into<String>) -> Finding {
         Finding { name: "", state: State::Ok, needed: false, asked: false, found: found.into(), hint: None }
     }
 
-    pub fn limited(found: impl Into<String>, hint: impl Into<String>) -> Finding {
+    fn limited(found: impl Into<String>, hint: impl Into<String>) -> Finding {
         Finding { state: State::Limited, hint: Some(hint.into()), ..Finding::ok(found) }
     }
 
-    pub fn missing(found: impl Into<String>, hint: impl Into<String>) -> Finding {
+    fn missing(found: impl Into<String>, hint: impl Into<String>) -> Finding {
         Finding { state: State::Missing, ..Finding::limited(found, hint) }
     }
 }
 
 /// `certificates` is the directory of --tls-certificates.
-pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
+fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     const NEEDED: bool = true;
     const OPTIONAL: bool = false;
     let findings = [
@@ -92,7 +164,7 @@ pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     findings.chain(certificates.map(|dir| Finding { name: "TLS", asked: true, ..tls(dir) })).collect()
 }
 
-pub fn kernel_release() -> String {
+fn kernel_release() -> String {
     read("/proc/sys/kernel/osrelease")
 }
 
@@ -313,6 +385,34 @@ fn tls(directory: &Path) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_works_unless_a_needed_part_is_missing() {
+        let parts = [
+            Finding { name: "a", needed: true, ..Finding::ok("available") },
+            Finding { name: "b", needed: true, ..Finding::limited("less", "raise it") },
+            Finding { name: "c", ..Finding::missing("not found", "install it") },
+        ];
+        let page = Page::new(parts.to_vec());
+        assert!(page.works && page.text().contains("served over NBD"), "{}", page.text());
+        let lines: Vec<String> =
+            page.text().lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        assert_eq!(
+            lines[2..7],
+            ["a ok available", "b limited less", "hint: raise it", "c missing not found", "hint: install it"]
+        );
+        let all_ok = Page::new(vec![Finding { name: "a", ..Finding::ok("available") }]).text();
+        assert!(all_ok.ends_with("This machine supports everything that blkq uses.\n"), "{all_ok}");
+        let page =
+            Page::new(vec![Finding { name: "TLS", asked: true, ..Finding::missing("not found", "make it") }]);
+        assert!(page.works && page.lacks_asked() && page.text().contains("but not with these certificates"));
+        let page = Page::new(vec![Finding {
+            name: "c",
+            needed: true,
+            ..Finding::missing("not found", "install it")
+        }]);
+        assert!(!page.works && page.text().contains("cannot be served"));
+    }
 
     #[test]
     fn kernels_older_than_the_minimum_are_missing() {
