@@ -164,7 +164,7 @@ fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     findings.chain(certificates.map(|dir| Finding { name: "TLS", asked: true, ..tls(dir) })).collect()
 }
 
-fn kernel_release() -> String {
+pub(super) fn kernel_release() -> String {
     read("/proc/sys/kernel/osrelease")
 }
 

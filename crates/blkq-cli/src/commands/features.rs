@@ -7,6 +7,7 @@ use blkq_protocol::failure::Outcome;
 use blkq_protocol::system::kernel::{has_seccomp, landlock_abi};
 use serde::Serialize;
 
+use super::doctor::kernel_release;
 use crate::output::{Align, print, print_json, render};
 
 #[derive(clap::Args, Debug)]
@@ -49,7 +50,6 @@ struct Features {
 }
 
 fn probe<D: Serve>() -> Features {
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut features = Vec::new();
     let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
     match ring::probe() {
@@ -76,7 +76,7 @@ fn probe<D: Serve>() -> Features {
         }
         Err(e) => add("ublk", false, format!("kernel block devices: {e}")),
     }
-    Features { kernel: kernel.trim().to_owned(), features }
+    Features { kernel: kernel_release(), features }
 }
 
 impl Args {

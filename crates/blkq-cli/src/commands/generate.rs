@@ -7,6 +7,7 @@ use blkq::output;
 use blkq_protocol::failure::{Failure, Outcome};
 use clap::{Arg, Command, ValueEnum};
 use clap_complete::env::Shells;
+use clap_complete::{Generator, Shell};
 use clap_mangen::Man;
 
 /// The environment variable that scripts for completion set to the name of their shell.
@@ -60,13 +61,7 @@ impl Args {
 
 fn completions(dir: &Path) -> io::Result<()> {
     Shells::builtins().iter().try_for_each(|shell| {
-        let file = match shell.name() {
-            "bash" => "blkq.bash",
-            "zsh" => "_blkq",
-            "fish" => "blkq.fish",
-            "elvish" => "blkq.elv",
-            _ => "_blkq.ps1",
-        };
+        let file = shell.name().parse::<Shell>().map_err(io::Error::other)?.file_name("blkq");
         let mut script = Vec::new();
         shell.write_registration(COMPLETION_VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
         if shell.name() == "zsh" {
@@ -173,8 +168,7 @@ fn options(man: &Man) -> io::Result<String> {
     let section = String::from_utf8_lossy(&section).into_owned();
     let lines = section.lines().map(|line| match line.strip_prefix(".SH ") {
         Some(heading) if heading != "OPTIONS" => {
-            let (first, rest) = heading.split_at(1);
-            format!(".SS {first}{}\n", rest.to_lowercase())
+            format!(".SS {}{}\n", &heading[..1], heading[1..].to_lowercase())
         }
         _ => format!("{line}\n"),
     });
@@ -190,9 +184,8 @@ fn synopsis(command: &Command) -> String {
         // The text of an optional positional argument already has brackets.
         if arg.is_required_set() || arg.is_positional() { text } else { format!("[{text}]") }
     });
-    let words: Vec<String> = words.collect();
     let command_word = if command.has_subcommands() { "\nCOMMAND ..." } else { "" };
-    format!(".B {}\n{}{command_word}\n", roff(name), words.join("\n"))
+    format!(".B {}\n{}{command_word}\n", roff(name), words.collect::<Vec<_>>().join("\n"))
 }
 
 fn roff(text: &str) -> String {

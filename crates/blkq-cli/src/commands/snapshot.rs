@@ -108,13 +108,10 @@ impl Args {
     }
 
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
-        match (&self.to, &self.devices[..]) {
-            (Some(file), [device]) => return Ok(vec![(device.clone(), file.clone())]),
-            (Some(_), _) => {
-                let why = "snapshot: --to takes one device; write several devices as DEVICE=FILE";
-                return Err(Failure::new(why));
-            }
-            (None, _) => {}
+        if let Some(file) = &self.to {
+            let why = "snapshot: --to takes one device; write several devices as DEVICE=FILE";
+            let [device] = &self.devices[..] else { return Err(Failure::new(why)) };
+            return Ok(vec![(device.clone(), file.clone())]);
         }
         let pair = |device: &String| match device.rsplit_once('=') {
             Some((device, file)) if !device.is_empty() && !file.is_empty() => {
@@ -143,10 +140,8 @@ impl Args {
         // A path that is not UTF-8 is read from the options.
         info.attach_options.clone_from(&state.attach_options);
         let DriverSpec::Image(_) = &options.image else {
-            return Err(Failure::new(format!(
-                "only an image file can become a backing file, not {}",
-                info.image
-            )));
+            let image = info.image;
+            return Err(Failure::new(format!("only an image file can become a backing file, not {image}")));
         };
         let Some(last) = file.file_name() else {
             return Err(Failure::new(format!("{} is not the path of a file", file.display())));
@@ -165,7 +160,8 @@ impl Args {
         let path = directory.join(last);
         check_in_place(&info)?;
         check_not_on_device(&info, &directory)?;
-        if self.backing_chain == BackingChain::OwnDirectory && !info.image_path().starts_with(&directory) {
+        let allow = self.backing_chain == BackingChain::Allow;
+        if !allow && !info.image_path().starts_with(&directory) {
             return Err(Failure::new(format!(
                 "the image {} is not in the directory of the overlay {}; choose another directory for the overlay, or \
                  add --backing-chain allow",
@@ -175,15 +171,11 @@ impl Args {
         }
         check_configuration(&name, &info.image_path(), &path)?;
         check_fits_qcow2(&options)?;
-        let backing_chain = match self.backing_chain {
-            BackingChain::OwnDirectory => options.backing_chain,
-            BackingChain::Allow => BackingChain::Allow,
-        };
         let qcow2 = options.format == Some(Format::Qcow2);
         let options = AttachOptions {
             image: DriverSpec::Image(path.clone()),
             format: Some(Format::Qcow2),
-            backing_chain,
+            backing_chain: if allow { BackingChain::Allow } else { options.backing_chain },
             sector_size: options.sector_size.keep(info.sector_size),
             ..options
         };

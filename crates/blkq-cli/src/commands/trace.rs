@@ -141,8 +141,8 @@ impl Args {
         let finished = tracing.finish();
         let seconds = tracing.begun.elapsed().as_secs_f64();
         let mut line = format!("{name}: {} events in {seconds:.1} s, {} lost", tracing.events, tracing.lost);
-        let omitted = tracing.filtered.as_ref().map(|filtered| filtered.discarded).filter(|count| *count > 0);
-        if let Some(omitted) = omitted {
+        let omitted = tracing.filtered.as_ref().map_or(0, |filtered| filtered.discarded);
+        if omitted > 0 {
             line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
         }
         let (recorded, files) = match (stopped, finished) {
@@ -211,10 +211,8 @@ impl Tracing {
                 let seconds = self.begun.elapsed().as_secs();
                 progress.show(|| Some(format!("{seconds} s, {} events, {} lost", self.events, self.lost)));
             }
-            match (closed, over) {
-                (_, true) => break Ok(()),
-                (true, _) => break Err(Stopped::DaemonExited),
-                _ => {}
+            if over || closed {
+                break if over { Ok(()) } else { Err(Stopped::DaemonExited) };
             }
         };
         self.progress.iter().for_each(Progress::clear);

@@ -250,25 +250,21 @@ pub fn directory() -> PathBuf {
 /// The paths of the files in the directory, sorted; empty if the directory does not exist.
 pub fn files() -> Outcome<Vec<PathBuf>> {
     let dir = directory();
-    let entries =
-        || if_exists(fs::read_dir(&dir))?.into_iter().flatten().map(|entry| Ok(entry?.path())).collect();
-    let paths: io::Result<Vec<PathBuf>> = entries();
-    let failed = |e| Failure::new(format!("cannot read the directory {}: {e}", dir.display()));
+    let failed = |e: io::Error| Failure::new(format!("cannot read the directory {}: {e}", dir.display()));
+    let entries = if_exists(fs::read_dir(&dir)).map_err(failed)?.into_iter().flatten();
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>();
     let mut paths = paths.map_err(failed)?;
     paths.retain(|path| path.extension() == Some(OsStr::new(SUFFIX)));
     paths.sort();
     Ok(paths)
 }
 
-/// The configured devices: for each file in the directory the device, or the first mistake in the file.
-pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
-    let device = |path: &Path| {
-        let file = ConfigFile::read(path).map_err(|faults| faults[0].failure(path))?;
-        let options = file.options().map_err(|fault| fault.failure(path))?;
-        let image = image_text(&options.image);
-        Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
-    };
-    Ok(files()?.into_iter().map(|path| (path.clone(), device(&path))).collect())
+/// The device of the file at `path`. Fails with the first mistake in the file.
+pub fn configured(path: &Path) -> Outcome<Configured> {
+    let file = ConfigFile::read(path).map_err(|faults| faults[0].failure(path))?;
+    let options = file.options().map_err(|fault| fault.failure(path))?;
+    let image = image_text(&options.image);
+    Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
 }
 
 /// The path of the configuration file of the device `name`. The file need not exist.

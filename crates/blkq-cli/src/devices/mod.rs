@@ -16,7 +16,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use serde::Serialize;
 
-use crate::config::{Configured, configured};
+use crate::config::{Configured, configured, files};
 
 use uri::{NbdAddress, Place};
 
@@ -69,7 +69,7 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
 
 /// The devices of the configuration files that are not among `entries`, sorted by name.
 pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
-    let entry = |(path, device): (PathBuf, Outcome<Configured>)| match device {
+    let entry = |path: PathBuf| match configured(&path) {
         Ok(device) => Entry::Configured(Box::new(device)),
         Err(failure) => {
             let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -77,7 +77,7 @@ pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
         }
     };
     let is_attached = |other: &Entry| entries.iter().any(|entry| entry.name() == other.name());
-    Ok(configured()?.into_iter().map(entry).filter(|entry| !is_attached(entry)).collect())
+    Ok(files()?.into_iter().map(entry).filter(|entry| !is_attached(entry)).collect())
 }
 
 /// Describes the device `name`. Returns `None` if there is no such device.

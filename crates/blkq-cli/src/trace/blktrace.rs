@@ -13,8 +13,6 @@ use super::item::{Item, ItemKind, client_name, rwbs};
 const MAGIC: u32 = 0x6561_7400 | 7;
 /// The first bytes of each record, and so of a file.
 pub const HEAD: [u8; 4] = MAGIC.to_ne_bytes();
-/// Size of a record in bytes, without its payload.
-pub const RECORD_BYTES: usize = 48;
 /// The device number in the records: 240:0, which is reserved for local use, because the device may have no
 /// block device.
 const DEVICE: u32 = 240 << 20;
@@ -119,10 +117,9 @@ impl Encoder {
 
     /// Writes the first record: the time of day at `time_ns` of the trace's clock.
     pub fn begin(&mut self, queue: usize, time_ns: u64, since_epoch: std::time::Duration, out: &mut Vec<u8>) {
-        let mut payload = [0; 8];
-        payload[..4].copy_from_slice(&(since_epoch.as_secs() as u32).to_ne_bytes());
-        payload[4..].copy_from_slice(&since_epoch.subsec_nanos().to_ne_bytes());
-        let notice = Record { queue, time_ns, action: TIMESTAMP, payload: &payload, ..Record::default() };
+        let payload = [since_epoch.as_secs() as u32, since_epoch.subsec_nanos()].map(u32::to_ne_bytes);
+        let payload = payload.as_flattened();
+        let notice = Record { queue, time_ns, action: TIMESTAMP, payload, ..Record::default() };
         self.record(&notice, out);
     }
 
@@ -138,10 +135,9 @@ impl Encoder {
         let (queue, time_ns, pid) = (item.queue, event.time_ns, pid(event.client));
         let of_event = Record { queue, time_ns, pid, ..Record::default() };
         if self.named.insert(event.client) {
-            let mut comm = [0; COMM_BYTES];
-            let name = client_name(event.client);
-            let length = name.len().min(comm.len() - 1);
-            comm[..length].copy_from_slice(&name.as_bytes()[..length]);
+            let mut comm = client_name(event.client).into_bytes();
+            comm.truncate(COMM_BYTES - 1);
+            comm.resize(COMM_BYTES, 0);
             self.record(&Record { action: PROCESS, payload: &comm, ..of_event }, out);
         }
         if event.kind == EventKind::Throttle {
@@ -188,6 +184,9 @@ mod tests {
 
     use super::super::item::tests::{event, item};
     use super::*;
+
+    /// Size of a record in bytes, without its payload.
+    const RECORD_BYTES: usize = 48;
 
     #[derive(PartialEq, Debug)]
     struct Read {

@@ -27,21 +27,15 @@ pub fn rwbs(event: &TraceEvent) -> String {
     if matches!(event.kind, EventKind::Plug | EventKind::Unplug) {
         return "N".to_owned();
     }
-    let mut text = String::new();
-    if event.flags.contains(BioFlags::PREFLUSH) {
-        text.push('F');
-    }
-    text.push_str(match event.operation {
+    let operation = match event.operation {
         Operation::Read => "R",
         Operation::Write => "W",
         Operation::Discard => "D",
         Operation::WriteZeroes => "WZ",
         Operation::Flush => "F",
-    });
-    if event.flags.contains(BioFlags::FUA) {
-        text.push('F');
-    }
-    text
+    };
+    let mark = |flag| if event.flags.contains(flag) { "F" } else { "" };
+    format!("{}{operation}{}", mark(BioFlags::PREFLUSH), mark(BioFlags::FUA))
 }
 
 /// The name of the process that represents a client.

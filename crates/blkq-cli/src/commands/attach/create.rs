@@ -6,8 +6,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 
+use blkq::ErrorKind;
 use blkq::units::format_bytes;
-use blkq::{Error, ErrorKind};
 use blkq_drivers::qcow2::Base;
 use blkq_drivers::{DriverSpec, ImageFormat, detect_format};
 use blkq_protocol::failure::{Failure, Outcome};
@@ -19,31 +19,31 @@ const MODE: u32 = 0o600;
 
 /// Creates a sparse image of `bytes`, durably. An existing file is never replaced.
 pub fn create_image(image: &DriverSpec, bytes: u64) -> Outcome<FileGuard> {
-    let DriverSpec::Image(path) = image else {
-        let text = image_text(image);
-        let why = format!("--create creates image files, and {text} is not a file; omit it");
-        return Err(Failure::new(why));
-    };
+    let path = image_file(image, "--create creates image files", "a file")?;
     let exists = "already exists and --create never overwrites; omit --create to attach it";
     FileGuard::create(path, exists, |file| {
         file.set_len(bytes).map_err(|e| {
-            let why = match e.kind() {
-                io::ErrorKind::FileTooLarge => {
-                    "the file system does not allow files that large; choose a smaller size".to_owned()
-                }
-                _ => e.to_string(),
-            };
+            let too_large = "the file system does not allow files that large; choose a smaller size";
+            let why = if e.kind() == io::ErrorKind::FileTooLarge { too_large } else { &e.to_string() };
             Failure::new(format!("cannot create an image of {}: {why}", format_bytes(bytes)))
         })
     })
 }
 
+/// The path of an image that is a file. Refuses any other image by a `rule`, which begins with an option.
+pub fn image_file<'a>(image: &'a DriverSpec, rule: &str, file: &str) -> Outcome<&'a Path> {
+    let DriverSpec::Image(path) = image else {
+        let text = image_text(image);
+        return Err(Failure::new(format!("{rule}, and {text} is not {file}; omit it")));
+    };
+    Ok(path)
+}
+
+const OVERLAY_RULE: &str = "--overlay needs an image file";
+
 /// The options for the overlay `file`. `options` are those for its backing file.
 pub fn overlay_options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
-    if !matches!(options.image, DriverSpec::Image(_)) {
-        let text = image_text(&options.image);
-        return Err(Failure::new(format!("--overlay needs an image file, and {text} is not one; omit it")));
-    }
+    image_file(&options.image, OVERLAY_RULE, "one")?;
     if options.offset != 0 || options.size_limit.is_some() {
         return Err(Failure::new(
             "an overlay covers a whole image; omit --offset and --size-limit, or copy that part to a file first",
@@ -58,16 +58,15 @@ pub fn overlay_options(options: &AttachOptions, file: &Path) -> Outcome<AttachOp
 }
 
 pub fn create_overlay(options: &AttachOptions, file: &Path) -> Outcome<FileGuard> {
-    let DriverSpec::Image(path) = &options.image else {
-        return Err(Failure::new("--overlay needs an image file; omit it"));
-    };
+    let path = image_file(&options.image, OVERLAY_RULE, "one")?;
     let format = match options.format {
         Some(Format::Raw) => ImageFormat::Raw,
         Some(Format::Qcow2) => ImageFormat::Qcow2,
         Some(Format::Auto) if detect_format(path)? == Some("qcow2") => ImageFormat::Qcow2,
         Some(Format::Auto) | None => ImageFormat::Checked,
     };
-    let base = Base::open(path, format).map_err(refusal)?;
+    let hint = "add --format qcow2, or --format raw to use the bytes of the file unchanged";
+    let base = Base::open(path, format).map_err(|e| Failure::of(e, ErrorKind::Format, hint))?;
     let exists =
         "already exists and is never overwritten; attach it with --format qcow2, or choose another name";
     let fill = |new: &File| {
@@ -75,16 +74,6 @@ pub fn create_overlay(options: &AttachOptions, file: &Path) -> Outcome<FileGuard
         Ok(base.write_overlay(new, &directory)?)
     };
     FileGuard::create(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
-}
-
-fn refusal(error: Error) -> Failure {
-    match error.kind() {
-        ErrorKind::Format => {
-            let hint = "add --format qcow2, or --format raw to use the bytes of the file unchanged";
-            Failure::new(format!("{error}; {hint}"))
-        }
-        _ => error.into(),
-    }
 }
 
 /// A file that this command has created, or has found. Dropping removes a created file, unless [`FileGuard::keep`] was

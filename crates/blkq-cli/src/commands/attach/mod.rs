@@ -165,8 +165,7 @@ impl Args {
         }
         let attached = attach(&options, self.nooverlap)?;
         created.into_iter().for_each(FileGuard::keep);
-        attached.report(|info| self.report(info)).map_err(failed)?;
-        Ok(ExitCode::SUCCESS)
+        attached.report(|info| self.report(info)).map(|()| ExitCode::SUCCESS).map_err(failed)
     }
 
     fn report(&self, info: &DeviceInfo) -> Outcome {
@@ -192,12 +191,11 @@ impl Attached {
     /// the user does not know where it is.
     pub fn report(&self, print: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome {
         print(&self.info).map_err(|failure| {
-            if !self.is_new {
-                return failure;
-            }
-            match StateDir::locate().and_then(|dir| detach(&dir, &self.info.name, true)) {
-                Ok(_) => not_reported(failure),
-                Err(not_detached) => Failure::new(format!("{failure}; {not_detached}")),
+            let detach = || StateDir::locate().and_then(|dir| detach(&dir, &self.info.name, true));
+            match self.is_new.then(detach) {
+                None => failure,
+                Some(Ok(_)) => not_reported(failure),
+                Some(Err(not_detached)) => Failure::new(format!("{failure}; {not_detached}")),
             }
         })
     }
@@ -205,13 +203,11 @@ impl Attached {
 
 /// Reports the device of a daemon in this process to the user with `report`, or detaches the device.
 pub fn reported<D: Serve>(daemon: D, report: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome<D> {
-    match daemon.info().and_then(|info| report(&info)) {
-        Ok(()) => Ok(daemon),
-        Err(failure) => {
-            daemon.give_up();
-            Err(not_reported(failure))
-        }
+    if let Err(failure) = daemon.info().and_then(|info| report(&info)) {
+        daemon.give_up();
+        return Err(not_reported(failure));
     }
+    Ok(daemon)
 }
 
 fn not_reported(failure: Failure) -> Failure {
@@ -231,19 +227,18 @@ pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
 /// Replaces `--format auto` by the detected format. The result is recorded with the device: a client that
 /// writes a raw image could later give it another format's magic number.
 fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
-    let DriverSpec::Image(path) = &options.image else { return Ok(options) };
-    if options.format != Some(Format::Auto) {
+    let (DriverSpec::Image(path), Some(Format::Auto)) = (&options.image, options.format) else {
         return Ok(options);
-    }
-    options.format = match blkq_drivers::detect_format(path)? {
-        None => Some(Format::Raw),
-        Some("qcow2") => Some(Format::Qcow2),
-        // The check below rejects an image without a format by its name.
-        Some(_) => None,
     };
-    if let Some(format) = options.format {
-        let name = if format == Format::Raw { "raw" } else { "qcow2" };
+    let (format, name) = match blkq_drivers::detect_format(path)? {
+        None => (Some(Format::Raw), "raw"),
+        Some("qcow2") => (Some(Format::Qcow2), "qcow2"),
+        // The check below rejects an image without a format by its name.
+        Some(other) => (None, other),
+    };
+    if format.is_some() {
         print_error(&Failure::new(format!("{} is served as {name}", path.display())));
     }
+    options.format = format;
     options.check().map(|()| options)
 }

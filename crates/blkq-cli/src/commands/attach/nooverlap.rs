@@ -6,15 +6,15 @@
 
 use std::time::{Duration, Instant};
 
-use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 use blkq_protocol::control::{Request, call};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{Backing, DeviceInfo, FileId, Window, fact};
-use blkq_protocol::options::{AttachOptions, Format, Setting, image_text};
+use blkq_protocol::options::{AttachOptions, Format, Setting};
 use blkq_protocol::state::{Fate, StateDir};
 
 use super::Attached;
+use super::create::image_file;
 use crate::devices::{Entry, all};
 
 /// The longest wait for devices that are starting or stopping.
@@ -60,10 +60,7 @@ fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
 }
 
 fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
-    let DriverSpec::Image(path) = &options.image else {
-        let text = image_text(&options.image);
-        return Err(Failure::new(format!("--nooverlap is for image files, and {text} is not one; omit it")));
-    };
+    let path = image_file(&options.image, "--nooverlap is for image files", "one")?;
     // If the image does not exist, the daemon reports that.
     let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
     let window = Window::of(options);

@@ -39,14 +39,14 @@ pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcom
         };
     }
     let exited = wait(&mut shell, &mut device);
-    device.detach();
+    if let Err(failure) = device.detach() {
+        print_error(&failure);
+        device.failed = true;
+    }
     let status = exited.map_err(|e| Failure::new(format!("cannot run the command of --run: {e}")))?;
     let code = status.code().unwrap_or_else(|| EXIT_SIGNALLED + status.signal().unwrap_or(0));
-    Ok(match u8::try_from(code) {
-        Ok(0) if device.failed => ExitCode::from(EXIT_FAILED),
-        Ok(code) => ExitCode::from(code),
-        Err(_) => ExitCode::from(EXIT_FAILED),
-    })
+    let code = u8::try_from(code).ok().filter(|code| *code > 0 || !device.failed);
+    Ok(ExitCode::from(code.unwrap_or(EXIT_FAILED)))
 }
 
 struct Device<'a> {
@@ -71,22 +71,14 @@ impl Device<'_> {
         print_error(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
     }
 
-    fn detach(&mut self) {
-        let dir = match StateDir::locate() {
-            Ok(dir) => dir,
-            Err(failure) => return self.fail(&failure),
-        };
+    fn detach(&mut self) -> Outcome {
+        let dir = StateDir::locate()?;
         // A daemon that is being killed may not have exited yet, and `check` would not notice its death.
         dir.wait_for_dying(self.name);
         self.check();
         // If the daemon has exited, another device may have its name now, which must not be detached.
         if let Some(status) = self.exited {
-            if !status.success()
-                && let Err(failure) = detach::clear_dead(&dir, self.name)
-            {
-                print_error(&failure);
-            }
-            return;
+            return if status.success() { Ok(()) } else { detach::clear_dead(&dir, self.name) };
         }
         let until = Instant::now() + HANG_UP_WAIT;
         let politely = || detach::detach(&dir, self.name, false);
@@ -94,16 +86,8 @@ impl Device<'_> {
             print_error(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
             detach::detach(&dir, self.name, true)
         });
-        match detached {
-            Ok(Detached::Done | Detached::NotThere) => {}
-            Ok(Detached::WasDead(_)) => self.failed = true,
-            Err(failure) => self.fail(&failure),
-        }
-    }
-
-    fn fail(&mut self, failure: &Failure) {
-        print_error(failure);
-        self.failed = true;
+        self.failed |= matches!(detached?, Detached::WasDead(_));
+        Ok(())
     }
 }
 
@@ -112,7 +96,7 @@ impl Device<'_> {
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
     let [blocked, before] = block_signals()?;
     // SAFETY: one system call between fork and exec, which allocates nothing.
-    unsafe { command.pre_exec(move || set_mask(&before)) };
+    unsafe { command.pre_exec(move || change_mask(libc::SIG_SETMASK, &before).map(drop)) };
     let exited = command.spawn().and_then(|mut child| {
         loop {
             device.check();
@@ -128,27 +112,23 @@ fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus
             }
         }
     });
-    let _ = set_mask(&before);
+    let _ = change_mask(libc::SIG_SETMASK, &before);
     exited
 }
 
 /// Blocks signals that would kill this process, for [`next_signal`]. Returns them, and the mask before.
 fn block_signals() -> io::Result<[libc::sigset_t; 2]> {
     // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the
-    // command. SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this
-    // thread, which is the only one.
-    unsafe {
-        let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
+    // command. SAFETY: zeroes are a valid, empty sigset_t, to which the calls write.
+    let blocked = unsafe {
+        let mut blocked: libc::sigset_t = std::mem::zeroed();
         libc::signal(libc::SIGCHLD, libc::SIG_DFL);
-        libc::sigemptyset(&mut blocked);
         for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGHUP, libc::SIGCHLD] {
             libc::sigaddset(&mut blocked, signal);
         }
-        match libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, &mut before) {
-            0 => Ok([blocked, before]),
-            error => Err(io::Error::from_raw_os_error(error)),
-        }
-    }
+        blocked
+    };
+    change_mask(libc::SIG_BLOCK, &blocked).map(|before| [blocked, before])
 }
 
 /// Returns the number of the next of the `blocked` signals, and whether a process sent it, not the kernel.
@@ -167,12 +147,14 @@ fn next_signal(blocked: &libc::sigset_t) -> (libc::c_int, bool) {
     }
 }
 
-fn set_mask(mask: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: the call reads the mask and changes the signal mask of this thread.
-    match unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, mask, std::ptr::null_mut()) } {
-        0 => Ok(()),
-        error => Err(io::Error::from_raw_os_error(error)),
-    }
+/// Changes the signal mask of this thread as `how` says. Returns the mask before.
+fn change_mask(how: libc::c_int, mask: &libc::sigset_t) -> io::Result<libc::sigset_t> {
+    // SAFETY: zeroes are a valid sigset_t, which the call overwrites. It reads `mask`.
+    let (error, before) = unsafe {
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        (libc::pthread_sigmask(how, mask, &mut before), before)
+    };
+    if error == 0 { Ok(before) } else { Err(io::Error::from_raw_os_error(error)) }
 }
 
 /// The environment variables that describe the device: those of `nbdkit --run`, and `name` and `device`.

@@ -254,15 +254,11 @@ impl Args {
     fn list(&self, dir: &StateDir, file: Option<&Path>) -> Outcome<ExitCode> {
         let is_of_file =
             |info: &DeviceInfo| file.is_none_or(|file| is_behind(file, info) && begins_at(info, self.offset));
-        let mut devices = Vec::new();
-        for entry in all(dir)? {
+        let matching = |entry: Entry| {
             entry.failure().iter().for_each(print_error);
-            if let Entry::Device(info) = entry
-                && is_of_file(&info)
-            {
-                devices.push(*info);
-            }
-        }
+            if let Entry::Device(info) = entry { Some(*info).filter(is_of_file) } else { None }
+        };
+        let devices: Vec<_> = all(dir)?.into_iter().filter_map(matching).collect();
         let plain = self.all || self.associated.is_some();
         self.print(&devices, !plain).map(|()| ExitCode::SUCCESS)
     }

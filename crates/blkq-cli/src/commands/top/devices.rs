@@ -27,7 +27,7 @@ pub struct Device {
     asked: Option<Instant>,
     silent_seconds: Option<u64>,
     /// Columns of the heat map, the latest first.
-    columns: VecDeque<Column>,
+    pub columns: VecDeque<Column>,
 }
 
 impl Device {
@@ -38,10 +38,6 @@ impl Device {
     pub fn trouble(&self) -> Option<String> {
         let silent = |seconds| format!("the daemon has not answered for {seconds} s");
         self.silent_seconds.map(silent).or_else(|| self.trouble.clone())
-    }
-
-    pub fn columns(&self) -> &VecDeque<Column> {
-        &self.columns
     }
 
     fn push(&mut self, column: Column) {
@@ -175,7 +171,7 @@ pub mod tests {
         assert_eq!(row.throttled_percent, Some(25.0));
         let p50 = row.latency_p50_us.unwrap();
         assert!((1_000.0..1_125.0).contains(&p50), "earlier latencies must not count: {p50}");
-        let column = devices.get("a").unwrap().columns()[0].unwrap();
+        let column = devices.get("a").unwrap().columns[0].unwrap();
         assert_eq!(column.iter().sum::<u32>(), 100);
         assert_eq!(column[20], 100, "below 2^20 ns, and not below 2^19");
     }
@@ -204,7 +200,7 @@ pub mod tests {
         // An interval without an answer is a gap in the map. A late answer covers the time since the last
         // sample.
         devices.asked(names(&["a", "b"]), later);
-        assert_eq!(devices.get("a").unwrap().columns()[0], None);
+        assert_eq!(devices.get("a").unwrap().columns[0], None);
         devices.answered("a", Ok(Some(statistics(5, 500, 1_000))));
         assert_eq!(devices.rows()[0].iops, Some(100.0));
     }

@@ -35,7 +35,7 @@ pub fn draw(view: &View, canvas: &mut Canvas<'_>) {
             view.interval
         );
         canvas.put_heading(TOP_ROWS, &text);
-        heat::draw(device.columns().iter(), &mut canvas.rows(TOP_ROWS + 1, height - 1));
+        heat::draw(device.columns.iter(), &mut canvas.rows(TOP_ROWS + 1, height - 1));
     }
 }
 

@@ -82,9 +82,7 @@ impl Sampler {
         let mut bytes = [0; 256];
         while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
         let answers: Vec<Answer> = self.answers.try_iter().collect();
-        answers.iter().for_each(|answer| {
-            self.outstanding.remove(&answer.name);
-        });
+        self.outstanding.retain(|name| answers.iter().all(|answer| answer.name != *name));
         answers
     }
 

@@ -44,9 +44,8 @@ impl Screen {
         if !io::stdout().is_terminal() {
             return Err(refuse("standard output is not a terminal"));
         }
-        match std::env::var("TERM") {
-            Ok(term) if !term.is_empty() && term != "dumb" => {}
-            _ => return Err(refuse("the terminal has no control sequences (TERM is dumb or not set)")),
+        if std::env::var("TERM").map_or(true, |term| term.is_empty() || term == "dumb") {
+            return Err(refuse("the terminal has no control sequences (TERM is dumb or not set)"));
         }
         let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
         let tty = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/tty");
@@ -71,8 +70,7 @@ impl Screen {
 
     pub fn enter(&mut self) -> io::Result<()> {
         tcsetattr(&self.tty, OptionalActions::Now, &self.raw)?;
-        self.output.clear();
-        self.output.extend_from_slice(ENTER);
+        self.output = ENTER.to_vec();
         self.shown = Buffer::default();
         Ok(())
     }
