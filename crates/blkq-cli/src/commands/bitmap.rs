@@ -81,30 +81,28 @@ pub struct Existing {
     bitmap: String,
 }
 
-impl Command {
-    pub fn run(self) -> Outcome {
-        let (device, change) = match self {
-            Command::Add { device, bitmap, granularity } => {
-                (device, BitmapChange::Add { name: bitmap, granularity })
-            }
-            Command::Remove(of) => (of.device, BitmapChange::Remove { name: of.bitmap }),
-            Command::Clear(of) => (of.device, BitmapChange::Clear { name: of.bitmap }),
-            Command::Enable(of) => (of.device, BitmapChange::Enable { name: of.bitmap }),
-            Command::Disable(of) => (of.device, BitmapChange::Disable { name: of.bitmap }),
-            Command::Merge { device, from, into } => (device, BitmapChange::Merge { from, into }),
-            Command::List { device, json } => {
-                let (dir, name) = device.find()?;
-                let bitmaps: Vec<BitmapInfo> = ask(&dir, &name, &Request::Bitmaps {})?;
-                return if json { print_json(&bitmaps) } else { print(&table(&bitmaps)) };
-            }
-        };
-        device.act("bitmap", |dir, name| {
-            if matches!(change, BitmapChange::Add { .. }) {
-                send_bitmap_file(dir, name)?;
-            }
-            ask(dir, name, &Request::Bitmap { change })
-        })
-    }
+pub fn run(command: Command) -> Outcome {
+    let (device, change) = match command {
+        Command::Add { device, bitmap, granularity } => {
+            (device, BitmapChange::Add { name: bitmap, granularity })
+        }
+        Command::Remove(of) => (of.device, BitmapChange::Remove { name: of.bitmap }),
+        Command::Clear(of) => (of.device, BitmapChange::Clear { name: of.bitmap }),
+        Command::Enable(of) => (of.device, BitmapChange::Enable { name: of.bitmap }),
+        Command::Disable(of) => (of.device, BitmapChange::Disable { name: of.bitmap }),
+        Command::Merge { device, from, into } => (device, BitmapChange::Merge { from, into }),
+        Command::List { device, json } => {
+            let (dir, name) = device.find()?;
+            let bitmaps: Vec<BitmapInfo> = ask(&dir, &name, &Request::Bitmaps {})?;
+            return if json { print_json(&bitmaps) } else { print(&table(&bitmaps)) };
+        }
+    };
+    device.act("bitmap", |dir, name| {
+        if matches!(change, BitmapChange::Add { .. }) {
+            send_bitmap_file(dir, name)?;
+        }
+        ask(dir, name, &Request::Bitmap { change })
+    })
 }
 
 /// Sends the daemon of a raw image the file for its bitmaps, because the daemon is confined and cannot open

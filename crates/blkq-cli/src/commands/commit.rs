@@ -50,23 +50,23 @@ pub struct Args {
     json: bool,
 }
 
-impl Args {
-    /// If this fails, the device still uses the overlay, unless the message says that the outcome is unknown.
-    pub fn run(self) -> Outcome {
-        let of = |e: Failure| e.during(format_args!("commit {}", self.device.word));
-        let (dir, name) = self.device.find().map_err(of)?;
-        // This reports a dead daemon in the same words as other commands.
-        ask::<()>(&dir, &name, &Request::Ping {})?;
-        let notice = format!(
-            "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` prints the image"
-        );
-        let stop = stop_on_signals(&[Signal::Interrupt, Signal::Terminate], notice)?;
-        let (done, path) = self.commit(&dir, &name, &stop).map_err(of)?;
-        warn(&name, &done.warnings);
-        warn_of_configuration(&name, &done, &path);
-        if self.json { print_json(&done) } else { print_line(&done.image) }
-    }
+/// If this fails, the device still uses the overlay, unless the message says that the outcome is unknown.
+pub fn run(args: Args) -> Outcome {
+    let of = |e: Failure| e.during(format_args!("commit {}", args.device.word));
+    let (dir, name) = args.device.find().map_err(of)?;
+    // This reports a dead daemon in the same words as other commands.
+    ask::<()>(&dir, &name, &Request::Ping {})?;
+    let notice = format!(
+        "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` prints the image"
+    );
+    let stop = stop_on_signals(&[Signal::Interrupt, Signal::Terminate], notice)?;
+    let (done, path) = args.commit(&dir, &name, &stop).map_err(of)?;
+    warn(&name, &done.warnings);
+    warn_of_configuration(&name, &done, &path);
+    if args.json { print_json(&done) } else { print_line(&done.image) }
+}
 
+impl Args {
     /// Returns the result, and the path of the backing file. Cancels the commit when a stop is requested.
     fn commit(&self, dir: &StateDir, name: &str, stop: &Stop) -> Outcome<(Committed, PathBuf)> {
         let number = dir.next_image(name);

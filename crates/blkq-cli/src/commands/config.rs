@@ -69,20 +69,18 @@ fn unescaped(path: &Path) -> PathBuf {
     if name.contains('/') { path.to_owned() } else { path.with_file_name(name) }
 }
 
-impl Args {
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let are_all = self.files.is_empty();
-        let files = if are_all { files()? } else { self.files };
-        if self.action == Action::Apply {
-            return for_each(&files, |path| apply(&unescaped(path)));
-        }
-        let mut failures: Vec<Failure> = Vec::new();
-        if are_all {
-            failures.extend(default_exports().err());
-        }
-        for path in &files {
-            failures.extend(ConfigFile::faults::<D>(path).iter().map(|fault| fault.failure(path)));
-        }
-        for_each(&failures, |failure| Err(failure.clone()))
+pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
+    let are_all = args.files.is_empty();
+    let files = if are_all { files()? } else { args.files };
+    if args.action == Action::Apply {
+        return for_each(&files, |path| apply(&unescaped(path)));
     }
+    let mut failures: Vec<Failure> = Vec::new();
+    if are_all {
+        failures.extend(default_exports().err());
+    }
+    for path in &files {
+        failures.extend(ConfigFile::faults::<D>(path).iter().map(|fault| fault.failure(path)));
+    }
+    for_each(&failures, |failure| Err(failure.clone()))
 }

@@ -27,20 +27,20 @@ pub struct Args {
     exit_with_parent: bool,
 }
 
-impl Args {
-    /// Notifies the process that started this one of the outcome. Fails if that process has exited.
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let mut parent = Parent::new()?;
-        match self.start::<D>(&mut parent) {
-            Ok(daemon) => Ok(daemon.run()),
-            Err(failure) => {
-                // The parent prints the failure. This process does not, or the user would see it twice.
-                parent.notify(&reply_line::<()>(Err(failure)))?;
-                Ok(ExitCode::from(EXIT_FAILED))
-            }
+/// Notifies the process that started this one of the outcome. Fails if that process has exited.
+pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
+    let mut parent = Parent::new()?;
+    match args.start::<D>(&mut parent) {
+        Ok(daemon) => Ok(daemon.run()),
+        Err(failure) => {
+            // The parent prints the failure. This process does not, or the user would see it twice.
+            parent.notify(&reply_line::<()>(Err(failure)))?;
+            Ok(ExitCode::from(EXIT_FAILED))
         }
     }
+}
 
+impl Args {
     fn start<D: Serve>(&self, parent: &mut Parent) -> Outcome<D> {
         if self.exit_with_parent {
             exit_with_parent()?;

@@ -48,23 +48,21 @@ pub struct Args {
     force: bool,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let dir = StateDir::locate()?;
-        if self.all {
-            return for_each(&dir.names()?, |name| {
-                detach(&dir, name, self.force)?;
-                print(&format!("{name}: detached\n"))
-            });
-        }
-        for_each(&self.devices, |device| {
-            let name = named(&dir, device)?;
-            match detach(&dir, &name, self.force)? {
-                Detached::Done | Detached::WasDead(_) => Ok(()),
-                Detached::NotThere => Err(no_such_device(device)),
-            }
-        })
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let dir = StateDir::locate()?;
+    if args.all {
+        return for_each(&dir.names()?, |name| {
+            detach(&dir, name, args.force)?;
+            print(&format!("{name}: detached\n"))
+        });
     }
+    for_each(&args.devices, |device| {
+        let name = named(&dir, device)?;
+        match detach(&dir, &name, args.force)? {
+            Detached::Done | Detached::WasDead(_) => Ok(()),
+            Detached::NotThere => Err(no_such_device(device)),
+        }
+    })
 }
 
 pub enum Detached {

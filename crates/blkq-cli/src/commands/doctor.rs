@@ -88,12 +88,10 @@ impl Page {
     }
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let page = Page::new(run_all(self.tls_certificates.as_deref()));
-        let printed = if self.json { print_json(&page) } else { print(&page.text()) };
-        printed.map(|()| exit_code(!page.works || page.lacks_asked()))
-    }
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let page = Page::new(run_all(args.tls_certificates.as_deref()));
+    let printed = if args.json { print_json(&page) } else { print(&page.text()) };
+    printed.map(|()| exit_code(!page.works || page.lacks_asked()))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]

@@ -79,18 +79,16 @@ fn probe<D: Serve>() -> Features {
     Features { kernel: kernel_release(), features }
 }
 
-impl Args {
-    pub fn run<D: Serve>(self) -> Outcome {
-        let probed = probe::<D>();
-        if self.json {
-            return print_json(&probed);
-        }
-        let Features { kernel, features } = probed;
-        let mut rows = vec![["kernel".into(), kernel, String::new()]];
-        rows.extend(features.into_iter().map(|Feature { name, available, purpose }| {
-            let available = if available { "yes" } else { "missing" };
-            [name.to_owned(), available.to_owned(), purpose]
-        }));
-        print(&render([Align::Left; 3], &rows))
+pub fn run<D: Serve>(args: Args) -> Outcome {
+    let probed = probe::<D>();
+    if args.json {
+        return print_json(&probed);
     }
+    let Features { kernel, features } = probed;
+    let mut rows = vec![["kernel".into(), kernel, String::new()]];
+    rows.extend(features.into_iter().map(|Feature { name, available, purpose }| {
+        let available = if available { "yes" } else { "missing" };
+        [name.to_owned(), available.to_owned(), purpose]
+    }));
+    print(&render([Align::Left; 3], &rows))
 }

@@ -49,14 +49,12 @@ enum Kind {
     Completions,
 }
 
-impl Args {
-    pub fn run(self, command: Command) -> Outcome {
-        let written = match self.kind {
-            Kind::Man => manual(command, &self.dir),
-            Kind::Completions => completions(&self.dir),
-        };
-        written.map_err(|e| Failure::new(format!("generate: {e}")))
-    }
+pub fn run(args: Args, command: Command) -> Outcome {
+    let written = match args.kind {
+        Kind::Man => manual(command, &args.dir),
+        Kind::Completions => completions(&args.dir),
+    };
+    written.map_err(|e| Failure::new(format!("generate: {e}")))
 }
 
 fn completions(dir: &Path) -> io::Result<()> {

@@ -73,17 +73,15 @@ struct ListedMember {
     throttled: Option<u64>,
 }
 
-impl Command {
-    pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        match self {
-            Command::List { json } => {
-                let groups = list(&dir)?;
-                if json { print_json(&groups) } else { print(&table(&groups)) }
-            }
-            Command::Set { name, limits } => GroupFile::set(&dir, &name, &limits),
-            Command::Remove { name } => GroupFile::remove(&dir, &name),
+pub fn run(command: Command) -> Outcome {
+    let dir = StateDir::locate()?;
+    match command {
+        Command::List { json } => {
+            let groups = list(&dir)?;
+            if json { print_json(&groups) } else { print(&table(&groups)) }
         }
+        Command::Set { name, limits } => GroupFile::set(&dir, &name, &limits),
+        Command::Remove { name } => GroupFile::remove(&dir, &name),
     }
 }
 

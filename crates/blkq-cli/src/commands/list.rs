@@ -69,27 +69,27 @@ Examples:
     )
 }
 
-impl Args {
-    pub fn run(self) -> Outcome {
-        let output = self.output.as_deref();
-        let columns = columns::choose(output, columns::LIST_DEFAULT, [&columns::LIST, &columns::LOSETUP])?;
-        let dir = StateDir::locate()?;
-        if self.clean {
-            clean(&dir)?;
-        }
-        let mut entries = all(&dir)?;
-        if self.configured {
-            entries.extend(not_attached(&entries)?);
-        }
-        entries.retain(|entry| self.matches(entry));
-        match (self.json, output) {
-            (true, None) => return print_json(&entries),
-            (true, Some(_)) => return print_json(&objects(&columns, &entries)),
-            (false, _) => print(&table(&columns, &entries, !self.no_headings))?,
-        }
-        if output.is_none() && !self.no_headings { print(&recoverable(&entries)) } else { Ok(()) }
+pub fn run(args: Args) -> Outcome {
+    let output = args.output.as_deref();
+    let columns = columns::choose(output, columns::LIST_DEFAULT, [&columns::LIST, &columns::LOSETUP])?;
+    let dir = StateDir::locate()?;
+    if args.clean {
+        clean(&dir)?;
     }
+    let mut entries = all(&dir)?;
+    if args.configured {
+        entries.extend(not_attached(&entries)?);
+    }
+    entries.retain(|entry| args.matches(entry));
+    match (args.json, output) {
+        (true, None) => return print_json(&entries),
+        (true, Some(_)) => return print_json(&objects(&columns, &entries)),
+        (false, _) => print(&table(&columns, &entries, !args.no_headings))?,
+    }
+    if output.is_none() && !args.no_headings { print(&recoverable(&entries)) } else { Ok(()) }
+}
 
+impl Args {
     /// An entry that may match, but whose image is unknown, is reported on standard error and omitted.
     fn matches(&self, entry: &Entry) -> bool {
         let Some(path) = &self.backing else { return true };

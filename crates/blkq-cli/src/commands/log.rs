@@ -36,36 +36,34 @@ pub struct Args {
     follow: bool,
 }
 
-impl Args {
-    /// Fails if there is no such device, or if its daemon writes no log file.
-    pub fn run(self) -> Outcome {
-        let (dir, name) = self.device.find()?;
-        let path = dir.file(&name, ".log");
-        let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
-        let mut log = match if_exists(LogReader::open(&path)).map_err(failed)? {
-            Some(log) => log,
-            None => match inspect(&dir, &name) {
-                // The next daemon failed to start, and has renamed the log.
-                Ok(Some(Entry::Remains(remains))) if remains.log != path => {
-                    LogReader::open(&remains.log).map_err(failed)?
-                }
-                found => return Err(no_log(&name, found)),
-            },
-        };
-        loop {
-            log.print().map_err(failed)?;
-            if !self.follow || is_stdout_closed(INTERVAL) {
-                return Ok(());
+/// Fails if there is no such device, or if its daemon writes no log file.
+pub fn run(args: Args) -> Outcome {
+    let (dir, name) = args.device.find()?;
+    let path = dir.file(&name, ".log");
+    let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
+    let mut log = match if_exists(LogReader::open(&path)).map_err(failed)? {
+        Some(log) => log,
+        None => match inspect(&dir, &name) {
+            // The next daemon failed to start, and has renamed the log.
+            Ok(Some(Entry::Remains(remains))) if remains.log != path => {
+                LogReader::open(&remains.log).map_err(failed)?
             }
-            let next = if_exists(LogReader::open(&path)).map_err(failed)?;
-            if next.as_ref().is_none_or(|next| next.id != log.id) {
-                log.print().map_err(failed)?;
-                match next {
-                    Some(next) => log = next,
-                    // The next daemon of the device creates its log when it is ready.
-                    None if dir.file(&name, ".lock").exists() => {}
-                    None => return Ok(()),
-                }
+            found => return Err(no_log(&name, found)),
+        },
+    };
+    loop {
+        log.print().map_err(failed)?;
+        if !args.follow || is_stdout_closed(INTERVAL) {
+            return Ok(());
+        }
+        let next = if_exists(LogReader::open(&path)).map_err(failed)?;
+        if next.as_ref().is_none_or(|next| next.id != log.id) {
+            log.print().map_err(failed)?;
+            match next {
+                Some(next) => log = next,
+                // The next daemon of the device creates its log when it is ready.
+                None if dir.file(&name, ".lock").exists() => {}
+                None => return Ok(()),
             }
         }
     }

@@ -48,20 +48,18 @@ pub struct Args {
     allow_replaced: bool,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let dir = StateDir::locate()?;
-        if let Some(word) = &self.name {
-            return recover(&dir, &named(&dir, word)?, self.allow_replaced).map(|()| ExitCode::SUCCESS);
-        }
-        for_each(&dir.names()?, |name| {
-            dir.wait_for_dying(name);
-            match dir.inspect(name)? {
-                Found::Remains(remains) if remains.recoverable => recover(&dir, name, false),
-                _ => Ok(()),
-            }
-        })
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let dir = StateDir::locate()?;
+    if let Some(word) = &args.name {
+        return recover(&dir, &named(&dir, word)?, args.allow_replaced).map(|()| ExitCode::SUCCESS);
     }
+    for_each(&dir.names()?, |name| {
+        dir.wait_for_dying(name);
+        match dir.inspect(name)? {
+            Found::Remains(remains) if remains.recoverable => recover(&dir, name, false),
+            _ => Ok(()),
+        }
+    })
 }
 
 fn recover(dir: &StateDir, name: &str, allow_replaced: bool) -> Outcome {

@@ -30,12 +30,10 @@ pub struct Args {
     force: bool,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome {
-        let new = self.size.unwrap_or(NewSize::OfImage);
-        let size = self.device.act("resize", |dir, name| resize(dir, name, new, self.force))?;
-        print(&format!("{}\n", format_bytes(size)))
-    }
+pub fn run(args: Args) -> Outcome {
+    let new = args.size.unwrap_or(NewSize::OfImage);
+    let size = args.device.act("resize", |dir, name| resize(dir, name, new, args.force))?;
+    print(&format!("{}\n", format_bytes(size)))
 }
 
 fn parse_size(text: &str) -> Result<NewSize, blkq::Error> {

@@ -25,11 +25,9 @@ pub struct Args {
     fail: bool,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome {
-        let request = Request::Resume { fail: self.fail };
-        let held: u64 = self.device.act("resume", |dir, name| ask(dir, name, &request))?;
-        let what = if self.fail { "failed" } else { "reissued" };
-        print(&format!("{} {what}\n", quantity(held, "held request")))
-    }
+pub fn run(args: Args) -> Outcome {
+    let request = Request::Resume { fail: args.fail };
+    let held: u64 = args.device.act("resume", |dir, name| ask(dir, name, &request))?;
+    let what = if args.fail { "failed" } else { "reissued" };
+    print(&format!("{} {what}\n", quantity(held, "held request")))
 }

@@ -26,12 +26,10 @@ pub struct Args {
     name: String,
 }
 
-impl Args {
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        // The unit passes its instance name, in which systemd has escaped some characters.
-        let name = unescape_instance(&self.name);
-        start(&name).map(D::run).map_err(|e| e.during(format_args!("service {name}")))
-    }
+pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
+    // The unit passes its instance name, in which systemd has escaped some characters.
+    let name = unescape_instance(&args.name);
+    start(&name).map(D::run).map_err(|e| e.during(format_args!("service {name}")))
 }
 
 fn start<D: Serve>(name: &str) -> Outcome<D> {

@@ -81,20 +81,18 @@ pub fn parse_setting(text: &str) -> Result<(String, String), String> {
     }
 }
 
-impl Args {
-    /// The first change that is refused ends the command, or with `--all` the changes of that device; the
-    /// changes before it stay.
-    pub fn run(self) -> Outcome<ExitCode> {
-        let dir = StateDir::locate()?;
-        let Args { name: word, mut settings, all } = self;
-        if all {
-            // With --all, the first word is a setting and not a device.
-            settings.insert(0, parse_setting(&word).unwrap_or_else(|rule| exit::<Args>(rule)));
-            return for_each(&dir.names()?, |name| set(&dir, name, &settings, name));
-        }
-        let name = named(&dir, &word)?;
-        set(&dir, &name, &settings, &word).map(|()| ExitCode::SUCCESS)
+/// The first change that is refused ends the command, or with `--all` the changes of that device; the
+/// changes before it stay.
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let dir = StateDir::locate()?;
+    let Args { name: word, mut settings, all } = args;
+    if all {
+        // With --all, the first word is a setting and not a device.
+        settings.insert(0, parse_setting(&word).unwrap_or_else(|rule| exit::<Args>(rule)));
+        return for_each(&dir.names()?, |name| set(&dir, name, &settings, name));
     }
+    let name = named(&dir, &word)?;
+    set(&dir, &name, &settings, &word).map(|()| ExitCode::SUCCESS)
 }
 
 /// `word` is the name by which the user called the device.

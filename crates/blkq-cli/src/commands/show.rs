@@ -40,33 +40,31 @@ pub struct Args {
     libvirt: bool,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let dir = StateDir::locate()?;
-        let mut pages = 0;
-        for_each(&self.devices, |device| {
-            let name = named(&dir, device)?;
-            let entry = inspect(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
-            // An empty line separates the pages.
-            let gap = if pages > 0 { "\n" } else { "" };
-            pages += 1;
-            match &entry {
-                Entry::Device(_) | Entry::Remains(_) if self.json => print_json(&entry),
-                Entry::Device(info) if self.qemu => {
-                    let lines = front_ends::qemu(info)?;
-                    memory_hint(info).iter().for_each(|hint| print_error(&Failure::new(hint)));
-                    print(&lines)
-                }
-                Entry::Device(info) if self.libvirt => print(&front_ends::libvirt(info)?),
-                Entry::Device(info) => print(&format!("{gap}{}", page(info))),
-                Entry::Remains(_) if self.qemu || self.libvirt => Ok(()),
-                Entry::Remains(remains) => print(&format!("{gap}{}", page_of_remains(remains))),
-                Entry::Configured(_) => Err(no_such_device(device)),
-                Entry::Silent { .. } => Ok(()),
-            }?;
-            entry.failure().map_or(Ok(()), Err)
-        })
-    }
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let dir = StateDir::locate()?;
+    let mut pages = 0;
+    for_each(&args.devices, |device| {
+        let name = named(&dir, device)?;
+        let entry = inspect(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
+        // An empty line separates the pages.
+        let gap = if pages > 0 { "\n" } else { "" };
+        pages += 1;
+        match &entry {
+            Entry::Device(_) | Entry::Remains(_) if args.json => print_json(&entry),
+            Entry::Device(info) if args.qemu => {
+                let lines = front_ends::qemu(info)?;
+                memory_hint(info).iter().for_each(|hint| print_error(&Failure::new(hint)));
+                print(&lines)
+            }
+            Entry::Device(info) if args.libvirt => print(&front_ends::libvirt(info)?),
+            Entry::Device(info) => print(&format!("{gap}{}", page(info))),
+            Entry::Remains(_) if args.qemu || args.libvirt => Ok(()),
+            Entry::Remains(remains) => print(&format!("{gap}{}", page_of_remains(remains))),
+            Entry::Configured(_) => Err(no_such_device(device)),
+            Entry::Silent { .. } => Ok(()),
+        }?;
+        entry.failure().map_or(Ok(()), Err)
+    })
 }
 
 fn page_of_remains(remains: &Remains) -> String {

@@ -82,31 +82,31 @@ struct Begun<'a> {
     recorded: RecordedImage<'a>,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let dir = StateDir::locate()?;
-        let mut wanted = Vec::new();
-        for (device, file) in self.pairs()? {
-            let of = |e: Failure| e.during(format_args!("snapshot {device}"));
-            wanted.push(self.wanted(&dir, &device, &file).map_err(of)?);
-        }
-        // The order by name keeps two such commands from freezing one device each and waiting for the
-        // other's.
-        wanted.sort_by(|a, b| a.name.cmp(&b.name));
-        if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            return Err(twice[0].failed(Failure::new("the device is given twice; give it once")));
-        }
-        let begin = |wanted| Begun::new(&dir, wanted).map_err(|e| wanted.failed(e));
-        let begun = wanted.iter().map(begin).collect::<Outcome<Vec<_>>>()?;
-        let done = change_over(&dir, begun)?;
-        // Nothing is printed before all devices have switched: printing may block.
-        for_each(&done, |(wanted, done)| {
-            let warnings = done.clone().map_err(|e| wanted.failed(e))?;
-            warn(&wanted.name, &warnings);
-            print_line(&wanted.path.display().to_string())
-        })
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let dir = StateDir::locate()?;
+    let mut wanted = Vec::new();
+    for (device, file) in args.pairs()? {
+        let of = |e: Failure| e.during(format_args!("snapshot {device}"));
+        wanted.push(args.wanted(&dir, &device, &file).map_err(of)?);
     }
+    // The order by name keeps two such commands from freezing one device each and waiting for the
+    // other's.
+    wanted.sort_by(|a, b| a.name.cmp(&b.name));
+    if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
+        return Err(twice[0].failed(Failure::new("the device is given twice; give it once")));
+    }
+    let begin = |wanted| Begun::new(&dir, wanted).map_err(|e| wanted.failed(e));
+    let begun = wanted.iter().map(begin).collect::<Outcome<Vec<_>>>()?;
+    let done = change_over(&dir, begun)?;
+    // Nothing is printed before all devices have switched: printing may block.
+    for_each(&done, |(wanted, done)| {
+        let warnings = done.clone().map_err(|e| wanted.failed(e))?;
+        warn(&wanted.name, &warnings);
+        print_line(&wanted.path.display().to_string())
+    })
+}
 
+impl Args {
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
         if let Some(file) = &self.to {
             let why = "snapshot: --to takes one device; write several devices as DEVICE=FILE";

@@ -27,17 +27,15 @@ pub struct Args {
     others: Vec<PathBuf>,
 }
 
-impl Args {
-    /// A file with a mistake is reported and skipped, so that it does not affect other devices. The service
-    /// of that device reports the mistake again.
-    pub fn run(self) -> Outcome {
-        for path in files()? {
-            if let Err(failure) = write_drop_in(&path, &self.directory) {
-                print_error(&failure);
-            }
+/// A file with a mistake is reported and skipped, so that it does not affect other devices. The service
+/// of that device reports the mistake again.
+pub fn run(args: Args) -> Outcome {
+    for path in files()? {
+        if let Err(failure) = write_drop_in(&path, &args.directory) {
+            print_error(&failure);
         }
-        Ok(())
     }
+    Ok(())
 }
 
 fn write_drop_in(path: &Path, directory: &Path) -> Outcome {

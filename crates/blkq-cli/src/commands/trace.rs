@@ -94,28 +94,28 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     )
 }
 
-impl Args {
-    pub fn run(self) -> Outcome {
-        let buffer = self.buffer;
-        if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
-            let [least, most, given] = [RING_BYTES_MIN, MEMORY_MAX_BYTES, buffer].map(format_bytes);
-            return Err(Failure::new(format!("--buffer must be {least} to {most}, not {given}")));
-        }
-        if self.follow && self.is_stream() {
-            let why = "--follow and --output - both write to standard output; omit one of them";
-            return Err(Failure::new(why));
-        }
-        let (dir, name) = self.device.find()?;
-        let notice = "stopped immediately; only the files that the summary names are complete";
-        let stop = stop_on_signals(&DAEMON, notice.to_owned())?;
-        let (dialogue, rings) = Rings::open(&dir, &name, buffer - buffer % PAGE_BYTES)
-            .map_err(|e| e.during(format_args!("trace {}", self.device.word)))?;
-        let recorded = self.record(&name, &dialogue, rings, &stop);
-        // The files are complete, or `recorded` says why not. A second signal exits the process during this wait.
-        dialogue.end();
-        recorded
+pub fn run(args: Args) -> Outcome {
+    let buffer = args.buffer;
+    if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
+        let [least, most, given] = [RING_BYTES_MIN, MEMORY_MAX_BYTES, buffer].map(format_bytes);
+        return Err(Failure::new(format!("--buffer must be {least} to {most}, not {given}")));
     }
+    if args.follow && args.is_stream() {
+        let why = "--follow and --output - both write to standard output; omit one of them";
+        return Err(Failure::new(why));
+    }
+    let (dir, name) = args.device.find()?;
+    let notice = "stopped immediately; only the files that the summary names are complete";
+    let stop = stop_on_signals(&DAEMON, notice.to_owned())?;
+    let (dialogue, rings) = Rings::open(&dir, &name, buffer - buffer % PAGE_BYTES)
+        .map_err(|e| e.during(format_args!("trace {}", args.device.word)))?;
+    let recorded = args.record(&name, &dialogue, rings, &stop);
+    // The files are complete, or `recorded` says why not. A second signal exits the process during this wait.
+    dialogue.end();
+    recorded
+}
 
+impl Args {
     /// Writes the events until the trace ends, and then a summary.
     fn record(&self, name: &str, dialogue: &Dialogue, rings: Rings, stop: &Stop) -> Outcome {
         let start = TraceStart {

@@ -26,18 +26,15 @@ fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
     number.and_then(|number| number.parse().ok()).ok_or("a device must be ublkcN or ublkbN, such as ublkb0")
 }
 
-impl Args {
-    /// Prints nothing if a privileged process created the device: then the node belongs to root.
-    pub fn run(self) -> Outcome {
-        let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
-        let info =
-            ControlDevice::open().and_then(|mut control| control.info(self.device)).map_err(failure)?;
-        match info {
-            Some(info) if info.flags & Features::UNPRIVILEGED_DEV.bits() != 0 => {
-                print(&format!("{} {}\n", info.owner_uid, info.owner_gid))
-            }
-            _ => Ok(()),
+/// Prints nothing if a privileged process created the device: then the node belongs to root.
+pub fn run(args: Args) -> Outcome {
+    let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", args.device));
+    let info = ControlDevice::open().and_then(|mut control| control.info(args.device)).map_err(failure)?;
+    match info {
+        Some(info) if info.flags & Features::UNPRIVILEGED_DEV.bits() != 0 => {
+            print(&format!("{} {}\n", info.owner_uid, info.owner_gid))
         }
+        _ => Ok(()),
     }
 }
 

@@ -55,15 +55,15 @@ pub struct Args {
     start_timeout: u64,
 }
 
-impl Args {
-    /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
-    /// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
-    /// does.
-    pub fn run<D: Serve>(self) -> Outcome {
-        let hand_over = |dir: &StateDir, name: &str| in_own_session(|| self.hand_over::<D>(dir, name));
-        report(&self.device.act("upgrade", hand_over)?)
-    }
+/// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
+/// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
+/// does.
+pub fn run<D: Serve>(args: Args) -> Outcome {
+    let hand_over = |dir: &StateDir, name: &str| in_own_session(|| args.hand_over::<D>(dir, name));
+    report(&args.device.act("upgrade", hand_over)?)
+}
 
+impl Args {
     fn hand_over<D: Serve>(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
         // With --service, the name is not reserved for a successor: the command of the service may be one
         // that attaches the device as a new one.

@@ -106,6 +106,47 @@ pub struct Args {
     help: Option<bool>,
 }
 
+pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
+    let failed = |e| args.options.failed(e);
+    let options = args.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
+    let is_activated = systemd::is_activated();
+    let conflict = match (args.nooverlap, &args.run) {
+        (true, _) => Some("--nooverlap may reuse a device that does not serve"),
+        (_, Some(_)) => Some("--run starts a daemon, which does not get"),
+        _ => None,
+    };
+    if let Some(conflict) = conflict.filter(|_| is_activated) {
+        return Err(failed(Failure::new(format!("{conflict} the sockets passed by systemd; omit it"))));
+    }
+    // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this
+    // process opens files.
+    let inherited = systemd::take_listeners().map_err(failed)?;
+    let created = match (args.create, &args.overlay) {
+        (Some(bytes), _) => Some(create_image(&args.options.image, bytes)),
+        (None, Some(file)) => Some(create_overlay(&args.options, file)),
+        (None, None) => None,
+    };
+    let created = created.transpose().map_err(failed)?;
+    // A service manager supervises the process that it passes sockets to, so this process must serve
+    // them.
+    if args.foreground || args.exit_with_parent || is_activated {
+        let parent = if args.exit_with_parent { exit_with_parent() } else { Ok(()) };
+        let start = |()| D::start(Start::New(&options), inherited, &mut Parent::none());
+        let daemon = parent.and_then(start).map_err(failed)?;
+        created.into_iter().for_each(FileGuard::keep);
+        return reported(daemon, |info| args.report(info)).map(D::run).map_err(failed);
+    }
+    if let Some(command) = &args.run {
+        let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
+        created.into_iter().for_each(FileGuard::keep);
+        warn(&launched.info.name, &launched.info.warnings);
+        return run::run(&options, command, launched);
+    }
+    let attached = attach(&options, args.nooverlap)?;
+    created.into_iter().for_each(FileGuard::keep);
+    attached.report(|info| args.report(info)).map(|()| ExitCode::SUCCESS).map_err(failed)
+}
+
 impl Args {
     /// Parses the words after `attach` on a command line. Fails with the first mistake, in one line.
     pub fn options_from_words(words: &[OsString]) -> Outcome<AttachOptions> {
@@ -125,47 +166,6 @@ impl Args {
             Some(file) => overlay_options(&options, file),
             None => options.check().map(|()| options),
         }
-    }
-
-    pub fn run<D: Serve>(self) -> Outcome<ExitCode> {
-        let failed = |e| self.options.failed(e);
-        let options = self.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
-        let is_activated = systemd::is_activated();
-        let conflict = match (self.nooverlap, &self.run) {
-            (true, _) => Some("--nooverlap may reuse a device that does not serve"),
-            (_, Some(_)) => Some("--run starts a daemon, which does not get"),
-            _ => None,
-        };
-        if let Some(conflict) = conflict.filter(|_| is_activated) {
-            return Err(failed(Failure::new(format!("{conflict} the sockets passed by systemd; omit it"))));
-        }
-        // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this
-        // process opens files.
-        let inherited = systemd::take_listeners().map_err(failed)?;
-        let created = match (self.create, &self.overlay) {
-            (Some(bytes), _) => Some(create_image(&self.options.image, bytes)),
-            (None, Some(file)) => Some(create_overlay(&self.options, file)),
-            (None, None) => None,
-        };
-        let created = created.transpose().map_err(failed)?;
-        // A service manager supervises the process that it passes sockets to, so this process must serve
-        // them.
-        if self.foreground || self.exit_with_parent || is_activated {
-            let parent = if self.exit_with_parent { exit_with_parent() } else { Ok(()) };
-            let start = |()| D::start(Start::New(&options), inherited, &mut Parent::none());
-            let daemon = parent.and_then(start).map_err(failed)?;
-            created.into_iter().for_each(FileGuard::keep);
-            return reported(daemon, |info| self.report(info)).map(D::run).map_err(failed);
-        }
-        if let Some(command) = &self.run {
-            let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
-            created.into_iter().for_each(FileGuard::keep);
-            warn(&launched.info.name, &launched.info.warnings);
-            return run::run(&options, command, launched);
-        }
-        let attached = attach(&options, self.nooverlap)?;
-        created.into_iter().for_each(FileGuard::keep);
-        attached.report(|info| self.report(info)).map(|()| ExitCode::SUCCESS).map_err(failed)
     }
 
     fn report(&self, info: &DeviceInfo) -> Outcome {

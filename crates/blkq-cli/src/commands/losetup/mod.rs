@@ -165,13 +165,13 @@ enum Action<'a> {
     Remove,
 }
 
-impl Args {
-    pub fn run(self) -> Outcome<ExitCode> {
-        let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
-        let action = action.unwrap_or_else(|message| usage::exit::<Args>(message));
-        self.act(action).map_err(|e| failed(&e))
-    }
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let action = args.action().and_then(|action| args.check_options(&action).map(|()| action));
+    let action = action.unwrap_or_else(|message| usage::exit::<Args>(message));
+    args.act(action).map_err(|e| failed(&e))
+}
 
+impl Args {
     fn action(&self) -> Result<Action<'_>, String> {
         let words: Vec<&OsStr> = self.words.iter().map(OsString::as_os_str).collect();
         if let Some(device) = &self.detach {

@@ -93,6 +93,44 @@ struct Plan {
     count: Option<u64>,
 }
 
+/// If one device is named, fails if it does not exist, or its daemon has died or does not answer. With
+/// several devices, such a device is reported on standard error, and makes the exit code 1.
+pub fn run(args: Args) -> Outcome<ExitCode> {
+    let plan = args.plan().unwrap_or_else(|why| usage::exit::<Args>(why));
+    let dir = StateDir::locate()?;
+    // A word that matches no device is kept, and is reported below.
+    let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
+    let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
+    let mut devices = Devices { dir, names, failed: BTreeMap::new() };
+    let mut before = devices.sample()?;
+    for name in devices.names.clone() {
+        if !before.contains_key(&name) && !devices.failed.contains_key(&name) {
+            let failure = not_accepting(&devices.dir, &name);
+            devices.fail(name, failure)?;
+        }
+    }
+    let Some(interval) = plan.interval else {
+        let reports = before.iter().map(|(name, now)| Report::whole(name, now)).collect();
+        args.print(reports, &devices, false)?;
+        return Ok(exit_code(!devices.failed.is_empty()));
+    };
+    for _ in 0..plan.count.unwrap_or(u64::MAX) {
+        std::thread::sleep(interval);
+        let now = devices.sample()?;
+        // All named devices have been detached.
+        if now.is_empty() && !devices.names.is_empty() {
+            break;
+        }
+        let reports = now.iter().map(|(name, now)| match before.get(name) {
+            Some(before) => Report::between(name, before, now),
+            None => Report::whole(name, now),
+        });
+        args.print(reports.collect(), &devices, true)?;
+        before = now;
+    }
+    Ok(exit_code(!devices.failed.is_empty()))
+}
+
 impl Args {
     /// Names of devices come first; one or two numbers at the end are the interval and the count.
     fn plan(&self) -> Result<Plan, String> {
@@ -119,44 +157,6 @@ impl Args {
         }
         names.dedup();
         Ok(Plan { names, interval, count })
-    }
-
-    /// If one device is named, fails if it does not exist, or its daemon has died or does not answer. With
-    /// several devices, such a device is reported on standard error, and makes the exit code 1.
-    pub fn run(self) -> Outcome<ExitCode> {
-        let plan = self.plan().unwrap_or_else(|why| usage::exit::<Args>(why));
-        let dir = StateDir::locate()?;
-        // A word that matches no device is kept, and is reported below.
-        let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
-        let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
-        let mut devices = Devices { dir, names, failed: BTreeMap::new() };
-        let mut before = devices.sample()?;
-        for name in devices.names.clone() {
-            if !before.contains_key(&name) && !devices.failed.contains_key(&name) {
-                let failure = not_accepting(&devices.dir, &name);
-                devices.fail(name, failure)?;
-            }
-        }
-        let Some(interval) = plan.interval else {
-            let reports = before.iter().map(|(name, now)| Report::whole(name, now)).collect();
-            self.print(reports, &devices, false)?;
-            return Ok(exit_code(!devices.failed.is_empty()));
-        };
-        for _ in 0..plan.count.unwrap_or(u64::MAX) {
-            std::thread::sleep(interval);
-            let now = devices.sample()?;
-            // All named devices have been detached.
-            if now.is_empty() && !devices.names.is_empty() {
-                break;
-            }
-            let reports = now.iter().map(|(name, now)| match before.get(name) {
-                Some(before) => Report::between(name, before, now),
-                None => Report::whole(name, now),
-            });
-            self.print(reports.collect(), &devices, true)?;
-            before = now;
-        }
-        Ok(exit_code(!devices.failed.is_empty()))
     }
 
     fn print(&self, reports: Vec<Report>, devices: &Devices, again: bool) -> Outcome {

@@ -77,24 +77,24 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     usage::parse_seconds(text, 0.1..=3600.0, "an interval must be 0.1 to 3600 seconds")
 }
 
-impl Args {
-    pub fn run(&self) -> Outcome<ExitCode> {
-        let sampler = Sampler::new(StateDir::locate()?)?;
-        if self.once || self.json {
-            return self.print_once(sampler);
-        }
-        let screen = Screen::open()?;
-        let signals = Signals::install(&signals::ALL)?;
-        let outcome = watch(screen, sampler, signals, self.interval);
-        terminal::leave();
-        match outcome {
-            Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
-            Ok(None) => Ok(ExitCode::SUCCESS),
-            // Any other error means that the terminal was closed: there is no user to whom it could be shown.
-            Err(e) => e.downcast::<Failure>().map_or(Ok(ExitCode::SUCCESS), Err),
-        }
+pub fn run(args: &Args) -> Outcome<ExitCode> {
+    let sampler = Sampler::new(StateDir::locate()?)?;
+    if args.once || args.json {
+        return args.print_once(sampler);
     }
+    let screen = Screen::open()?;
+    let signals = Signals::install(&signals::ALL)?;
+    let outcome = watch(screen, sampler, signals, args.interval);
+    terminal::leave();
+    match outcome {
+        Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
+        Ok(None) => Ok(ExitCode::SUCCESS),
+        // Any other error means that the terminal was closed: there is no user to whom it could be shown.
+        Err(e) => e.downcast::<Failure>().map_or(Ok(ExitCode::SUCCESS), Err),
+    }
+}
 
+impl Args {
     fn print_once(&self, mut sampler: Sampler) -> Outcome<ExitCode> {
         let mut devices = Devices::default();
         let begin = Instant::now();
