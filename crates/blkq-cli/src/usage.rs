@@ -10,40 +10,42 @@ use clap::Command;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// Options of losetup(8) and qemu-nbd(8), with the tip that replaces clap's suggestion.
-const OTHERS: [(&[&str], &str); 20] = [
-    (&["-r", "--ro", "--readonly", "--read_only"], "to refuse writes: --read-only"),
-    (&["-o"], "to begin the device at an offset: --offset BYTES"),
-    (&["--sizelimit"], "to limit the size of the device: --size-limit BYTES"),
-    (&["-b", "--sectorsize", "--block-size"], "to set the logical block size: --sector-size BYTES"),
-    (&["-P"], "to scan for partitions: --partscan"),
-    (&["-f", "--find"], "attach always uses a free device; to set the format: --format raw"),
-    (&["-L"], "to reuse the device of these bytes: --nooverlap"),
-    (&["-n", "--nocache", "--cache", "--direct"], "to bypass the page cache: --direct-io on"),
-    (&["-k", "--socket"], "to listen on a unix socket: --listen unix:PATH"),
-    (&["-p", "--port", "--bind"], "to listen on a port: --listen tcp:HOST:PORT"),
-    (&["-c", "--connect"], "to get a node in /dev: --export ublk"),
-    (&["-e", "--clients"], "to limit the number of connections: --max-connections N"),
+/// Options of losetup(8) and qemu-nbd(8), separated by spaces, with the tip that replaces clap's suggestion.
+const OTHERS: [(&str, &str); 20] = [
+    ("-r --ro --readonly --read_only", "to refuse writes: --read-only"),
+    ("-o", "to begin the device at an offset: --offset BYTES"),
+    ("--sizelimit", "to limit the size of the device: --size-limit BYTES"),
+    ("-b --sectorsize --block-size", "to set the logical block size: --sector-size BYTES"),
+    ("-P", "to scan for partitions: --partscan"),
+    ("-f --find", "attach always uses a free device; to set the format: --format raw"),
+    ("-L", "to reuse the device of these bytes: --nooverlap"),
+    ("-n --nocache --cache --direct", "to bypass the page cache: --direct-io on"),
+    ("-k --socket", "to listen on a unix socket: --listen unix:PATH"),
+    ("-p --port --bind", "to listen on a port: --listen tcp:HOST:PORT"),
+    ("-c --connect", "to get a node in /dev: --export ublk"),
+    ("-e --clients", "to limit the number of connections: --max-connections N"),
     (
-        &["-t", "--persistent"],
+        "-t --persistent",
         "a device stays until blkq detach; to detach it when its last client disconnects: --autoclear",
     ),
-    (&["--tls-creds"], "to use TLS: --tls-certificates DIR"),
-    (
-        &["--daemon", "--daemonize", "--fork"],
-        "attach returns when the device is ready, and a daemon serves it",
-    ),
-    (&["--show"], "attach always prints the exports of the device"),
-    (&["-v", "--verbose"], "to print more about the device: --json, or blkq show"),
-    (&["-d", "--detach", "--disconnect", "-D", "--detach-all"], "to detach: blkq detach NAME, or --all"),
-    (&["-a", "-l", "--list"], "to list devices: blkq list"),
-    (&["-j", "--associated"], "to list the devices of a file: blkq list --backing FILE"),
+    ("--tls-creds", "to use TLS: --tls-certificates DIR"),
+    ("--daemon --daemonize --fork", "attach returns when the device is ready, and a daemon serves it"),
+    ("--show", "attach always prints the exports of the device"),
+    ("-v --verbose", "to print more about the device: --json, or blkq show"),
+    ("-d --detach --disconnect -D --detach-all", "to detach: blkq detach NAME, or --all"),
+    ("-a -l --list", "to list devices: blkq list"),
+    ("-j --associated", "to list the devices of a file: blkq list --backing FILE"),
 ];
 
-/// Parses a number of seconds in the range `allowed`. Fails with `rule`.
-pub fn parse_seconds(text: &str, allowed: impl RangeBounds<f64>, rule: &str) -> Result<Duration, String> {
-    let seconds = text.parse::<f64>().ok().filter(|seconds| allowed.contains(seconds));
-    seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| rule.to_owned())
+/// A parser for a number of seconds in the range `allowed`. It fails with `rule`.
+pub fn seconds<R>(allowed: R, rule: &'static str) -> impl Fn(&str) -> Result<Duration, &'static str> + Clone
+where
+    R: RangeBounds<f64> + Clone,
+{
+    move |text| {
+        let seconds = text.parse::<f64>().ok().filter(|seconds| allowed.contains(seconds));
+        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or(rule)
+    }
 }
 
 /// Prints a mistake in the usage of the subcommand with the arguments `A`, followed by the usage, and exits with 2.
@@ -67,7 +69,7 @@ pub fn explain(mut error: clap::Error, command: fn() -> Command, subcommand: Opt
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return error };
     let is_negative =
         word.strip_prefix('-').is_some_and(|number| number.starts_with(|c: char| c.is_ascii_digit()));
-    let tip = match OTHERS.iter().find(|(words, _)| words.contains(&word.as_str())) {
+    let tip = match OTHERS.iter().find(|(words, _)| words.split(' ').any(|other| other == word)) {
         _ if error.kind() != ErrorKind::UnknownArgument => None,
         _ if is_negative => Some("numbers must not be negative"),
         Some((_, tip)) if subcommand == Some("attach") => Some(*tip),
@@ -153,7 +155,7 @@ mod tests {
     fn no_tip_hides_an_option_of_attach() {
         let command = Cli::command();
         let attach = command.find_subcommand("attach").unwrap();
-        for word in OTHERS.iter().flat_map(|(words, _)| words.iter()) {
+        for word in OTHERS.iter().flat_map(|(words, _)| words.split(' ')) {
             let long = word.strip_prefix("--");
             let is_ours = attach.get_arguments().any(|argument| match long {
                 Some(long) => argument.get_long() == Some(long),

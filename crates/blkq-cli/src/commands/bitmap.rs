@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use blkq::units::{format_bytes, parse_bytes};
 use blkq_drivers::DriverSpec;
@@ -20,6 +20,9 @@ use clap::Subcommand;
 use super::attach::create::FileGuard;
 use crate::devices::DeviceArg;
 use crate::output::{Align, print, print_json, render};
+
+/// The file with the bitmaps of a raw image has the name of the image with this extension.
+const BITMAP_EXTENSION: &str = "bitmaps";
 
 #[derive(Subcommand, Debug)]
 #[command(after_help = "\
@@ -133,7 +136,7 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
 /// Opens the file with the dirty bitmaps of a raw image, which a confined daemon cannot open itself. Returns `None` if the
 /// image has no such file.
 pub fn open_file(image: &Path) -> Outcome<Option<FileGuard>> {
-    let path = path_for(image);
+    let path = image.with_added_extension(BITMAP_EXTENSION);
     let failed = |what: &str, e: io::Error| Failure::new(format!("cannot {what} {}: {e}", path.display()));
     // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would
     // block.
@@ -157,7 +160,7 @@ pub fn open_or_create_file(image: &Path) -> Outcome<FileGuard> {
     if let Some(file) = open_file(image)? {
         return Ok(file);
     }
-    let path = path_for(image);
+    let path = image.with_added_extension(BITMAP_EXTENSION);
     let exists = "another command has just created the file; try again";
     let created = FileGuard::create(&path, exists, |file| {
         // The next daemon of the device may run as another user than this command. Without the privilege to give the
@@ -166,12 +169,6 @@ pub fn open_or_create_file(image: &Path) -> Outcome<FileGuard> {
         Ok(())
     });
     created.map_err(|e| e.during(path.display()))
-}
-
-fn path_for(image: &Path) -> PathBuf {
-    let mut path = image.as_os_str().to_owned();
-    path.push(".bitmaps");
-    path.into()
 }
 
 fn table(bitmaps: &[BitmapInfo]) -> String {

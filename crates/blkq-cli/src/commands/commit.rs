@@ -18,8 +18,8 @@ use blkq_protocol::system::signals::Signal;
 
 use super::attach::create::FileGuard;
 use super::bitmap::{open_file, open_or_create_file};
-use super::recorded_image::RecordedImage;
 use super::signals::{Stop, stop_on_signals};
+use super::snapshot::RecordedImage;
 use crate::config;
 use crate::devices::DeviceArg;
 use crate::output::{Progress, print_json, print_line, warn};

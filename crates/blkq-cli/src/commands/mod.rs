@@ -18,7 +18,6 @@ pub mod group;
 pub mod list;
 pub mod log;
 pub mod losetup;
-mod recorded_image;
 pub mod recover;
 pub mod resize;
 pub mod resume;

@@ -6,6 +6,7 @@
 //! (`Begun::stop`); when all have done so, each continues with its overlay (`change_over`). If this command
 //! is killed or a step fails, each device whose daemon has not received the last step keeps its old image.
 
+use std::fs;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,9 +21,7 @@ use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Format, Rec
 use blkq_protocol::state::StateDir;
 
 use super::attach::create::{FileGuard, directory_of};
-use super::recorded_image::RecordedImage;
 use crate::config;
-use crate::devices::disks::{SYSFS, disks_under};
 use crate::devices::{device_names, named};
 use crate::output::{for_each, print_line, warn};
 
@@ -53,6 +52,10 @@ pub struct Args {
 
 /// Ends the path of a deleted file in the `backing-file` fact, as the kernel shows it in /proc/PID/fd.
 const DELETED: &str = " (deleted)";
+
+const SYSFS: &str = "/sys";
+/// Maximum nesting of block devices. Real stacks are much less deep.
+const NESTING_MAX: u32 = 16;
 
 /// A snapshot that was requested and has passed the checks of this command.
 #[derive(Debug)]
@@ -236,7 +239,7 @@ fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
         let node = Path::new("/dev").join(disk);
         // The kernel's NBD client names the process that made the connection, which is a client of the
         // device.
-        let client = std::fs::read_to_string(format!("{SYSFS}/block/{disk}/pid")).unwrap_or_default();
+        let client = fs::read_to_string(format!("{SYSFS}/block/{disk}/pid")).unwrap_or_default();
         info.exports.iter().any(|export| Path::new(export) == node)
             || !client.is_empty() && info.clients.iter().any(|other| is_process(&other.peer, client.trim()))
     };
@@ -246,6 +249,34 @@ fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
             "{} is on the device itself (/dev/{disk}), which is frozen during a snapshot; choose another directory",
             directory.display()
         ))),
+    }
+}
+
+/// The names of the disks under the block device with these major and minor numbers, starting with its own.
+/// For a partition this is its disk; for a mapped device, an array or a loop device, the underlying devices
+/// follow. Empty if sysfs has no such device, for example for file systems with anonymous device numbers.
+fn disks_under(sysfs: &Path, (major, minor): (u32, u32)) -> Vec<String> {
+    let mut names = Vec::new();
+    if let Ok(path) = sysfs.join(format!("dev/block/{major}:{minor}")).canonicalize() {
+        add_disk(&path, &mut names, NESTING_MAX);
+    }
+    names
+}
+
+fn add_disk(device: &Path, names: &mut Vec<String>, depth: u32) {
+    let disk: PathBuf = match device.parent() {
+        Some(disk) if device.join("partition").exists() => disk.to_owned(),
+        _ => device.to_owned(),
+    };
+    let name = disk.file_name().map(|name| name.to_string_lossy().into_owned());
+    names.extend(name.filter(|name| !names.contains(name)));
+    if depth == 0 {
+        return;
+    }
+    for slave in fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten() {
+        if let Ok(slave) = slave.path().canonicalize() {
+            add_disk(&slave, names, depth - 1);
+        }
     }
 }
 
@@ -338,9 +369,51 @@ fn change_over<'a>(dir: &StateDir, begun: Vec<Begun<'a>>) -> Outcome<Vec<Done<'a
     Ok(done.collect())
 }
 
+/// The record of the image that a device is about to switch to, an entry of `NAME.options`. If the daemon is killed during
+/// a snapshot or a commit, `blkq recover` needs the attach options for the new image as well as those for the old one.
+/// Dropping removes the entry, unless [`RecordedImage::keep`] was called.
+#[derive(Debug)]
+pub(super) struct RecordedImage<'a> {
+    dir: &'a StateDir,
+    name: &'a str,
+    /// `None` if there is no entry to remove.
+    number: Option<u64>,
+}
+
+impl<'a> RecordedImage<'a> {
+    /// Records the image at `path`, the `options` with which the next daemon attaches it, and the backing files
+    /// of the image. `number` is `None` for daemons of earlier versions, which have no file `NAME.options`:
+    /// then nothing is recorded.
+    pub(super) fn add(
+        dir: &'a StateDir,
+        name: &'a str,
+        number: Option<u64>,
+        path: &str,
+        options: &Record,
+        backing: Vec<RecordedBacking>,
+    ) -> Outcome<RecordedImage<'a>> {
+        number.map_or(Ok(()), |number| dir.add_image(name, number, path, options, backing))?;
+        Ok(RecordedImage { dir, name, number })
+    }
+
+    /// Called if the daemon has switched to the image, or may have done so.
+    pub(super) fn keep(mut self) {
+        self.number = None;
+    }
+}
+
+impl Drop for RecordedImage<'_> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.dir.remove_image(self.name, number);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
+    use std::os::unix::fs::symlink;
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::thread;
 
@@ -459,5 +532,20 @@ mod tests {
         assert_eq!([0, 1, 2].map(|at| done[at].1.is_ok()), [true, false, false]);
         assert_eq!([0, 1, 2].map(|at| wanted[at].path.exists()), [true, true, false]);
         std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_mapped_device_is_on_the_disk_of_its_partition() {
+        let root = std::env::temp_dir().join(format!("blkq-disks-{}", std::process::id()));
+        let block = root.join("devices/block");
+        fs::create_dir_all(block.join("ublkb0/ublkb0p1")).unwrap();
+        fs::write(block.join("ublkb0/ublkb0p1/partition"), "1\n").unwrap();
+        fs::create_dir_all(block.join("dm-0/slaves")).unwrap();
+        symlink(block.join("ublkb0/ublkb0p1"), block.join("dm-0/slaves/ublkb0p1")).unwrap();
+        fs::create_dir_all(root.join("dev/block")).unwrap();
+        symlink(block.join("dm-0"), root.join("dev/block/253:0")).unwrap();
+        assert_eq!(disks_under(&root, (253, 0)), ["dm-0", "ublkb0"]);
+        assert_eq!(disks_under(&root, (0, 40)), Vec::<String>::new());
+        fs::remove_dir_all(root).unwrap();
     }
 }

@@ -21,7 +21,7 @@ use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, Stopped, TraceStart};
 use crate::trace::rings::Rings;
-use crate::usage;
+use crate::usage::seconds;
 
 /// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
@@ -72,7 +72,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     chrome: Option<PathBuf>,
     /// Stop after SECONDS
-    #[arg(long = "for", value_name = "SECONDS", value_parser = parse_seconds)]
+    #[arg(long = "for", value_name = "SECONDS", value_parser = seconds((Bound::Excluded(0.0), Bound::Unbounded), "must be a number of seconds, such as 10 or 0.5"))]
     duration: Option<Duration>,
     /// Trace only I/Os that meet all CONDITIONS, separated by commas
     ///
@@ -84,14 +84,6 @@ pub struct Args {
     /// Set the size of the event buffer of each queue, which the daemon allocates while it traces
     #[arg(long, value_name = "SIZE", default_value = "16M", value_parser = parse_bytes)]
     buffer: u64,
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    usage::parse_seconds(
-        text,
-        (Bound::Excluded(0.0), Bound::Unbounded),
-        "must be a number of seconds, such as 10 or 0.5",
-    )
 }
 
 pub fn run(args: Args) -> Outcome {
@@ -128,7 +120,7 @@ impl Args {
         let shows_progress = std::io::stderr().is_terminal() && !self.follow && has_file;
         let mut tracing = Tracing {
             outputs: self.outputs(&start)?,
-            tracker: IoTracker::new(start.queues),
+            trackers: (0..start.queues).map(|_| IoTracker::default()).collect(),
             filtered: self.filter.clone().map(Filtered::new),
             progress: shows_progress.then(|| Progress::new(PROGRESS_INTERVAL)),
             begun: Instant::now(),
@@ -187,7 +179,8 @@ impl Args {
 /// Items go from the rings through the tracker and the filter to the outputs.
 struct Tracing {
     outputs: Vec<Output>,
-    tracker: IoTracker,
+    /// One for each queue.
+    trackers: Vec<IoTracker>,
     filtered: Option<Filtered>,
     progress: Option<Progress>,
     begun: Instant,
@@ -239,7 +232,7 @@ impl Tracing {
                 ItemKind::Lost(events) => self.lost += events,
             }
             if tracks_ios {
-                let effects = self.tracker.observe(item);
+                let effects = self.trackers[item.queue].observe(item);
                 match &mut self.filtered {
                     Some(filtered) => filtered.push(*item, effects),
                     None => requests.extend(effects.request.map(|request| (item.queue, request))),
@@ -256,7 +249,7 @@ impl Tracing {
 
     /// Writes the remaining items, of I/Os that have not completed. Returns the files written.
     fn finish(&mut self) -> Result<Vec<PathBuf>, Stopped> {
-        self.tracker.finish();
+        self.trackers.iter_mut().for_each(IoTracker::forget);
         let written = self.write(Vec::new());
         let mut files = Vec::new();
         for output in self.outputs.drain(..) {

@@ -1,6 +1,5 @@
 //! Lists and finds devices, described by their daemons.
 
-pub mod disks;
 pub mod uri;
 
 use std::ffi::OsStr;

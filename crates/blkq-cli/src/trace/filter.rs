@@ -168,7 +168,8 @@ mod tests {
             step(Complete, 20, 6, Some(8)),
             step(Complete, 5000, 5, Some(9)),
         ];
-        let (mut tracker, mut filtered) = (IoTracker::new(1), Filtered::new("latency>1ms".parse().unwrap()));
+        let (mut tracker, mut filtered) =
+            (IoTracker::default(), Filtered::new("latency>1ms".parse().unwrap()));
         for item in &items {
             assert!(filtered.take().is_empty() && filtered.take_requests().is_empty());
             let effects = tracker.observe(item);
@@ -180,13 +181,13 @@ mod tests {
 
     #[test]
     fn an_io_that_never_completes_blocks_nothing_at_the_end() {
-        let (mut tracker, mut filtered) = (IoTracker::new(1), Filtered::new("op=read".parse().unwrap()));
+        let (mut tracker, mut filtered) = (IoTracker::default(), Filtered::new("op=read".parse().unwrap()));
         for item in [step(Queue, 1, 5, None), step(Queue, 2, 6, None), step(Complete, 3, 6, None)] {
             let effects = tracker.observe(&item);
             filtered.push(item, effects);
         }
         assert!(filtered.take().is_empty());
-        tracker.finish();
+        tracker.forget();
         assert_eq!(filtered.take().len(), 2);
     }
 }

@@ -76,9 +76,10 @@ struct Request {
     stages: Vec<(Stage, u64)>,
 }
 
-/// The I/Os in flight of one queue, by the numbers of their bios and tags.
+/// Tracks the I/Os in flight of one queue, by the numbers of their bios and tags: finds the I/O to which each item belongs,
+/// and what the item completes.
 #[derive(Default)]
-struct QueueTracker {
+pub struct IoTracker {
     ios: HashMap<u64, Io>,
     next: u64,
     bios: HashMap<u32, u64>,
@@ -87,42 +88,19 @@ struct QueueTracker {
     flushes: Vec<u64>,
 }
 
-/// Tracks the I/Os of a device: finds the I/O to which each item belongs, and what the item completes.
-pub struct IoTracker {
-    queues: Vec<QueueTracker>,
-}
-
 impl IoTracker {
-    pub fn new(queues: usize) -> IoTracker {
-        IoTracker { queues: (0..queues).map(|_| QueueTracker::default()).collect() }
+    /// Drops all I/Os that have not completed. After a gap, it is no longer known which events belong together, because
+    /// numbers of bios and tags are reused.
+    pub fn forget(&mut self) {
+        self.ios.values().for_each(|io| io.decide(false));
+        *self = IoTracker { next: self.next, ..IoTracker::default() };
     }
 
     pub fn observe(&mut self, item: &Item) -> Effects {
-        let queue = &mut self.queues[item.queue];
-        match &item.kind {
-            ItemKind::Event(event) => queue.observe(event),
-            ItemKind::Lost(_) => {
-                queue.forget();
-                Effects::default()
-            }
-        }
-    }
-
-    /// Drops all I/Os that have not completed.
-    pub fn finish(&mut self) {
-        self.queues.iter_mut().for_each(QueueTracker::forget);
-    }
-}
-
-impl QueueTracker {
-    /// Forgets all I/Os after a gap. Numbers of bios and tags are reused, so it is no longer known which
-    /// events belong together.
-    fn forget(&mut self) {
-        self.ios.values().for_each(|io| io.decide(false));
-        *self = QueueTracker { next: self.next, ..QueueTracker::default() };
-    }
-
-    fn observe(&mut self, event: &TraceEvent) -> Effects {
+        let ItemKind::Event(event) = &item.kind else {
+            self.forget();
+            return Effects::default();
+        };
         let mut request = None;
         let io = match (event.kind, event.tag) {
             (EventKind::Queue, _) => Some(self.queued(event)),
@@ -295,7 +273,7 @@ mod tests {
     /// Returns the effects of the last of `items`, and asserts that none before it completes an I/O.
     #[track_caller]
     fn observe(items: &[Item]) -> Effects {
-        let mut tracker = IoTracker::new(1);
+        let mut tracker = IoTracker::default();
         let (last, before) = items.split_last().unwrap();
         before.iter().for_each(|item| assert!(tracker.observe(item).io.is_none(), "over at {item:?}"));
         tracker.observe(last)
@@ -372,11 +350,9 @@ mod tests {
             step(Issue, 4, 5, Some(9)),
             step(Complete, 8, 5, Some(9)),
         ];
-        let mut tracker = IoTracker::new(1);
+        let mut tracker = IoTracker::default();
         let last = items.iter().map(|item| tracker.observe(item)).last().unwrap();
-        assert!(
-            last.io.is_some() && tracker.queues[0].requests.is_empty() && tracker.queues[0].bios.is_empty()
-        );
+        assert!(last.io.is_some() && tracker.requests.is_empty() && tracker.bios.is_empty());
     }
 
     #[test]
@@ -420,7 +396,7 @@ mod tests {
 
     #[test]
     fn after_a_gap_open_ios_are_forgotten_and_numbers_reused() {
-        let mut tracker = IoTracker::new(1);
+        let mut tracker = IoTracker::default();
         let decision = tracker.observe(&step(Queue, 1, 5, None)).decision.unwrap();
         tracker.observe(&Item { queue: 0, time_ns: 2, kind: ItemKind::Lost(1) });
         assert_eq!(decision.get(), Some(false));

@@ -47,20 +47,20 @@ proptest! {
     // Contract: bounded-input
     #[test]
     fn arbitrary_sequences_of_events_are_written(items in prop::collection::vec(item(), 1..200)) {
-        let (mut tracker, mut filtered) = (IoTracker::new(2), Filtered::new(Filter::default()));
+        let (mut trackers, mut filtered) = (<[IoTracker; 2]>::default(), Filtered::new(Filter::default()));
         let (mut encoder, mut bytes, mut text) = (Encoder::new(2), Vec::new(), Vec::new());
         let mut chrome = ChromeWriter::new(Vec::new(), "d", 2, 7).unwrap();
         for item in &items {
             encoder.encode(item, &mut bytes);
             line(item, 7, &mut text);
-            let effects = tracker.observe(item);
+            let effects = trackers[item.queue].observe(item);
             filtered.push(*item, effects);
             for (queue, request) in filtered.take_requests() {
                 chrome.request(queue, &request).unwrap();
             }
             filtered.take();
         }
-        tracker.finish();
+        trackers.iter_mut().for_each(IoTracker::forget);
         filtered.take();
         prop_assert!(filtered.take_requests().is_empty(), "open I/Os are left out");
         chrome.finish().unwrap();

@@ -1,20 +1,19 @@
 //! `blkq losetup`: accepts the command line of losetup(8) of util-linux, and acts on blkq's devices.
 
 mod hints;
-mod output;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use blkq::text::escaped;
+use blkq::text::{escape, escaped, is_control};
 use blkq::units::parse_bytes;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::r#loop::DirectIo;
 use blkq_protocol::control::{NewSize, Request, ask};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
-use blkq_protocol::info::{DeviceInfo, is_behind};
+use blkq_protocol::info::{Backing, DeviceInfo, is_behind, shown_path};
 use blkq_protocol::options::{AttachOptions, SectorSize, Setting};
 use blkq_protocol::state::StateDir;
 
@@ -22,8 +21,8 @@ use super::attach::attach;
 use super::list::begins_at;
 use super::{detach, resize};
 use crate::devices::{Entry, all, find, name_of, word_of};
-use crate::output::columns::{self, device_word};
-use crate::output::{for_each, print, warn};
+use crate::output::columns::{self, Cell, Column, device_word};
+use crate::output::{for_each, print, render_apart, warn};
 use crate::usage;
 
 use hints::translated;
@@ -274,19 +273,19 @@ impl Args {
         }
     }
 
-    fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
+    fn print(&self, devices: &[DeviceInfo], is_table: bool) -> Outcome {
         let asked = self.list || self.output.is_some() || self.output_all || self.noheadings;
-        if !(table || asked || self.json || self.raw) {
-            return print(&output::lines(devices));
+        if !(is_table || asked || self.json || self.raw) {
+            return print(&lines(devices));
         }
         let columns = match self.output.as_deref() {
             _ if self.output_all => columns::LOSETUP.iter().collect(),
             text => columns::choose(text, columns::LOSETUP_DEFAULT, [&columns::LOSETUP, &columns::LIST])?,
         };
         print(&match (self.json, self.raw) {
-            (true, _) => output::json(&columns, devices),
-            (_, true) => output::raw(&columns, devices, !self.noheadings),
-            _ => output::table(&columns, devices, !self.noheadings),
+            (true, _) => json(&columns, devices),
+            (_, true) => raw(&columns, devices, !self.noheadings),
+            _ => table(&columns, devices, !self.noheadings),
         })
     }
 
@@ -392,4 +391,56 @@ fn no_such_device(device: &OsStr) -> Failure {
         "`blkq losetup -l` lists the devices"
     };
     Failure::new(format!("{device}: no such device; {hint}"))
+}
+
+/// The older lines of text of losetup(8).
+fn lines(devices: &[DeviceInfo]) -> String {
+    devices.iter().map(line).collect()
+}
+
+fn line(info: &DeviceInfo) -> String {
+    let (device, path) = (device_word(info), escaped(&shown_path(info)));
+    let Some(Backing { file, window }) = Backing::of(info) else {
+        return format!("{device}: []: ({path})\n");
+    };
+    let number = libc::makedev(file.device.0, file.device.1);
+    let offset = if window.offset > 0 { format!(", offset {}", window.offset) } else { String::new() };
+    let limit = window.size_limit.map_or(String::new(), |limit| format!(", sizelimit {limit}"));
+    format!("{device}: [{number:04}]:{} ({path}){offset}{limit}\n", file.inode)
+}
+
+/// The headings and a row for each device; empty if there are no devices.
+fn rows(columns: &[&Column], devices: &[DeviceInfo], text: impl Fn(Cell) -> String) -> Vec<Vec<String>> {
+    let row = |info: &DeviceInfo| columns.iter().map(|column| text((column.cell)(info))).collect();
+    let headings = columns.iter().map(|column| column.name.to_owned()).collect();
+    let rows = std::iter::once(headings).chain(devices.iter().map(row));
+    if devices.is_empty() { Vec::new() } else { rows.collect() }
+}
+
+/// A table as libsmartcols prints it.
+fn table(columns: &[&Column], devices: &[DeviceInfo], headings: bool) -> String {
+    let rows = rows(columns, devices, |cell| cell.text());
+    let table = render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows);
+    // losetup(8) makes columns as wide as their headings even if it does not print the headings.
+    table.split_inclusive('\n').skip(usize::from(!headings)).collect()
+}
+
+/// Columns separated by one space, with white space in cells escaped.
+fn raw(columns: &[&Column], devices: &[DeviceInfo], headings: bool) -> String {
+    let is_special = |c: char| c.is_whitespace() || is_control(c) || c == '\\';
+    let rows = rows(columns, devices, |cell| escape(cell.text().trim(), is_special));
+    rows.iter().skip(usize::from(!headings)).map(|row| row.join(" ") + "\n").collect()
+}
+
+/// JSON as libsmartcols prints it, white space included, so that the output can be compared with that of losetup(8) as
+/// text.
+fn json(columns: &[&Column], devices: &[DeviceInfo]) -> String {
+    let rows = rows(columns, devices, |cell| cell.json().to_string());
+    let objects = rows.iter().skip(1).map(|row| {
+        let members = columns.iter().zip(row);
+        let member =
+            |(column, cell): (&&Column, _)| format!("         \"{}\": {cell}", column.name.to_lowercase());
+        format!("      {{\n{}\n      }}", members.map(member).collect::<Vec<_>>().join(",\n"))
+    });
+    format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.collect::<Vec<_>>().join(",\n"))
 }

@@ -81,8 +81,8 @@ pub struct Args {
     json: bool,
 }
 
-fn parse_interval(text: &str) -> Result<Duration, String> {
-    usage::parse_seconds(text, 0.01..=86400.0, "an interval must be 0.01 to 86400 seconds")
+fn parse_interval(text: &str) -> Result<Duration, &'static str> {
+    usage::seconds(0.01..=86400.0, "an interval must be 0.01 to 86400 seconds")(text)
 }
 
 #[derive(PartialEq, Debug)]

@@ -24,7 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::output::{exit_code, print, print_json, render_figures};
-use crate::usage;
+use crate::usage::seconds;
 
 use devices::Devices;
 use keys::Keys;
@@ -63,7 +63,7 @@ Environment:
   LC_ALL, LC_CTYPE, LANG  unless the encoding is UTF-8, only ASCII characters are used")]
 pub struct Args {
     /// Set the time between samples, in seconds
-    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = seconds(0.1..=3600.0, "an interval must be 0.1 to 3600 seconds"))]
     interval: Duration,
     /// Print the figures of one interval, and exit
     #[arg(long)]
@@ -71,10 +71,6 @@ pub struct Args {
     /// Print the figures of one interval as JSON, one object per device and line, and exit
     #[arg(long)]
     json: bool,
-}
-
-fn parse_interval(text: &str) -> Result<Duration, String> {
-    usage::parse_seconds(text, 0.1..=3600.0, "an interval must be 0.1 to 3600 seconds")
 }
 
 pub fn run(args: &Args) -> Outcome<ExitCode> {
