@@ -42,8 +42,7 @@ pub fn main<D: Serve>() -> ExitCode {
 
 fn run<D: Serve>() -> Outcome<ExitCode> {
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
-    let words = config::expand(std::env::args_os().collect(), Cli::command)?;
-    let cli = Cli::try_parse_from(words)
+    let cli = Cli::try_parse_from(config::expand(std::env::args_os().collect(), Cli::command)?)
         .unwrap_or_else(|error| usage::explain(error, Cli::command, subcommand.as_deref()).exit());
     cli.command.run::<D>()
 }

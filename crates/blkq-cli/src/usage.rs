@@ -67,11 +67,9 @@ pub fn first_line(error: &clap::Error) -> String {
 /// option.
 pub fn explain(mut error: clap::Error, command: fn() -> Command, subcommand: Option<&str>) -> clap::Error {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return error };
-    let is_negative =
-        word.strip_prefix('-').is_some_and(|number| number.starts_with(|c: char| c.is_ascii_digit()));
     let tip = match OTHERS.iter().find(|(words, _)| words.split(' ').any(|other| other == word)) {
         _ if error.kind() != ErrorKind::UnknownArgument => None,
-        _ if is_negative => Some("numbers must not be negative"),
+        _ if matches!(word.as_bytes(), [b'-', b'0'..=b'9', ..]) => Some("numbers must not be negative"),
         Some((_, tip)) if subcommand == Some("attach") => Some(*tip),
         _ => None,
     };

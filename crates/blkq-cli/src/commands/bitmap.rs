@@ -127,8 +127,7 @@ fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
         return Ok(());
     }
     let file = open_or_create_file(&image)?;
-    let dialogue = Dialogue::begin(dir, name, &Request::BitmapFile {})?;
-    dialogue.step(&[file.file().as_fd()])??;
+    Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&[file.file().as_fd()])??;
     file.keep();
     Ok(())
 }
@@ -161,8 +160,7 @@ pub fn open_or_create_file(image: &Path) -> Outcome<FileGuard> {
         return Ok(file);
     }
     let path = image.with_added_extension(BITMAP_EXTENSION);
-    let exists = "another command has just created the file; try again";
-    let created = FileGuard::create(&path, exists, |file| {
+    let created = FileGuard::create(&path, "another command has just created the file; try again", |file| {
         // The next daemon of the device may run as another user than this command. Without the privilege to give the
         // file to the owner of the image, the owner does not change.
         let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));

@@ -56,12 +56,9 @@ pub fn run(args: Args) -> Outcome<ExitCode> {
             print(&format!("{name}: detached\n"))
         });
     }
-    for_each(&args.devices, |device| {
-        let name = named(&dir, device)?;
-        match detach(&dir, &name, args.force)? {
-            Detached::Done | Detached::WasDead(_) => Ok(()),
-            Detached::NotThere => Err(no_such_device(device)),
-        }
+    for_each(&args.devices, |device| match detach(&dir, &named(&dir, device)?, args.force)? {
+        Detached::Done | Detached::WasDead(_) => Ok(()),
+        Detached::NotThere => Err(no_such_device(device)),
     })
 }
 
@@ -134,10 +131,8 @@ pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
 /// Refuses a block device that a process has open. The daemon only checks whether the block device is
 /// mounted: it is confined and does not see other processes in /proc.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
-    for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
-        ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
-    }
-    Ok(())
+    let mut nodes = info.exports.iter().filter(|export| export.starts_with("/dev/"));
+    nodes.try_for_each(|node| ublk::check_unopened(node, info.pid).map_err(Failure::unless_forced))
 }
 
 /// Fails if the device is in use and `force` is false, or if the last flush of the device failed.

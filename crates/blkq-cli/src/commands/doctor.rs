@@ -5,9 +5,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use blkq::ErrorKind;
-use blkq::ring;
 use blkq::text::shell_word;
+use blkq::{ErrorKind, ring};
 use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};

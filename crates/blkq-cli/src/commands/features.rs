@@ -87,8 +87,7 @@ pub fn run<D: Serve>(args: Args) -> Outcome {
     let Features { kernel, features } = probed;
     let mut rows = vec![["kernel".into(), kernel, String::new()]];
     rows.extend(features.into_iter().map(|Feature { name, available, purpose }| {
-        let available = if available { "yes" } else { "missing" };
-        [name.to_owned(), available.to_owned(), purpose]
+        [name.to_owned(), if available { "yes" } else { "missing" }.to_owned(), purpose]
     }));
     print(&render([Align::Left; 3], &rows))
 }

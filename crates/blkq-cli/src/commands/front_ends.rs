@@ -90,8 +90,7 @@ pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
 }
 
 pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
-    let is_vhost = info.exports.iter().any(|export| export.starts_with("vhost-user:"));
-    is_vhost.then(|| {
+    info.exports.iter().any(|export| export.starts_with("vhost-user:")).then(|| {
         let name = &info.name;
         format!(
             "{name}: QEMU must share the memory of the guest; add -machine memory-backend=mem -object memory-backend-memfd,id=mem,share=on,size=SIZE, with the SIZE of -m"

@@ -91,9 +91,8 @@ fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
     let mut groups = Vec::new();
     let mut before = Vec::new();
     for name in names(dir)? {
-        let opened = GroupFile::open(dir, &name);
         let mut listed = ListedGroup { name, limits: None, members: Vec::new(), error: None };
-        match opened {
+        match GroupFile::open(dir, &listed.name) {
             Ok((file, limits)) => {
                 listed.limits = Some(limits.to_string());
                 for member in file.members() {
@@ -109,8 +108,7 @@ fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
     if before.iter().any(Option::is_some) {
         std::thread::sleep(INTERVAL);
     }
-    let members = groups.iter_mut().flat_map(|group| &mut group.members);
-    for (member, before) in members.zip(before) {
+    for (member, before) in groups.iter_mut().flat_map(|group| &mut group.members).zip(before) {
         let Some((before, now)) = before.zip(counters(&member.name)) else { continue };
         let (iops, mb_per_s) = rates(&before, &now);
         member.iops = Some(iops);

@@ -122,8 +122,7 @@ fn recoverable(entries: &[Entry]) -> String {
 fn clean(dir: &StateDir) -> Outcome {
     for name in dir.names()? {
         dir.wait_for_dying(&name);
-        let is_orphan =
-            matches!(dir.inspect(&name)?, Found::Remains(remains) if remains.state == Fate::Orphan);
+        let is_orphan = matches!(dir.inspect(&name)?, Found::Remains(it) if it.state == Fate::Orphan);
         if !is_orphan && let Dead::Cleared(last_line) = dir.clear_dead(&name)? {
             print_error(&died(&name, &last_line));
         }
@@ -158,11 +157,9 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
         };
         columns.iter().map(cell).collect()
     };
-    let mut rows: Vec<Vec<String>> = Vec::new();
-    if headings && !entries.is_empty() {
-        rows.push(columns.iter().map(|column| column.name.to_owned()).collect());
-    }
-    rows.extend(entries.iter().map(row));
+    let heads = || columns.iter().map(|column| column.name.to_owned()).collect();
+    let heads = (headings && !entries.is_empty()).then(heads);
+    let rows: Vec<Vec<String>> = heads.into_iter().chain(entries.iter().map(row)).collect();
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
 }
 

@@ -41,10 +41,7 @@ fn start<D: Serve>(name: &str) -> Outcome<D> {
     // A service manager restarts the service when the main thread of the killed daemon has exited. Its other
     // threads may still be running, and hold the lock of the name.
     dir.wait_for_dying(name);
-    let before = match dir.inspect(name)? {
-        Found::Remains(remains) => Some(remains.state),
-        _ => None,
-    };
+    let before = if let Found::Remains(remains) = dir.inspect(name)? { Some(remains.state) } else { None };
     let options = config::named(name).and_then(config::with_defaults);
     let parent = &mut Parent::none();
     let daemon: D = match (before, options) {

@@ -91,8 +91,7 @@ pub fn run(args: Args) -> Outcome<ExitCode> {
         settings.insert(0, parse_setting(&word).unwrap_or_else(|rule| exit::<Args>(rule)));
         return for_each(&dir.names()?, |name| set(&dir, name, &settings, name));
     }
-    let name = named(&dir, &word)?;
-    set(&dir, &name, &settings, &word).map(|()| ExitCode::SUCCESS)
+    set(&dir, &named(&dir, &word)?, &settings, &word).map(|()| ExitCode::SUCCESS)
 }
 
 /// `word` is the name by which the user called the device.
@@ -129,7 +128,6 @@ fn join_group(dir: &StateDir, name: &str, group: &str) -> Outcome {
     let during = |e: Failure| e.during(format_args!("group={group}"));
     let group = parse_group_name(group).map_err(|rule| during(Failure::new(rule)))?;
     let file = open_for_daemon(dir, &group).map_err(during)?;
-    let request = Request::JoinGroup { group: group.clone() };
-    let dialogue = Dialogue::begin(dir, name, &request)?;
+    let dialogue = Dialogue::begin(dir, name, &Request::JoinGroup { group: group.clone() })?;
     dialogue.step(&[file.as_fd()])?.map_err(during)
 }

@@ -44,8 +44,7 @@ pub fn run(args: Args) -> Outcome<ExitCode> {
     let dir = StateDir::locate()?;
     let mut pages = 0;
     for_each(&args.devices, |device| {
-        let name = named(&dir, device)?;
-        let entry = inspect(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
+        let entry = inspect(&dir, &named(&dir, device)?)?.ok_or_else(|| no_such_device(device))?;
         // An empty line separates the pages.
         let gap = if pages > 0 { "\n" } else { "" };
         pages += 1;

@@ -99,8 +99,7 @@ pub fn run(args: Args) -> Outcome<ExitCode> {
         return Err(twice[0].failed(Failure::new("the device is given twice; give it once")));
     }
     let begin = |wanted| Begun::new(&dir, wanted).map_err(|e| wanted.failed(e));
-    let begun = wanted.iter().map(begin).collect::<Outcome<Vec<_>>>()?;
-    let done = change_over(&dir, begun)?;
+    let done = change_over(&dir, wanted.iter().map(begin).collect::<Outcome<Vec<_>>>()?)?;
     // Nothing is printed before all devices have switched: printing may block.
     for_each(&done, |(wanted, done)| {
         let warnings = done.clone().map_err(|e| wanted.failed(e))?;
@@ -264,20 +263,15 @@ fn disks_under(sysfs: &Path, (major, minor): (u32, u32)) -> Vec<String> {
 }
 
 fn add_disk(device: &Path, names: &mut Vec<String>, depth: u32) {
-    let disk: PathBuf = match device.parent() {
-        Some(disk) if device.join("partition").exists() => disk.to_owned(),
-        _ => device.to_owned(),
-    };
+    let disk = device.parent().filter(|_| device.join("partition").exists()).unwrap_or(device);
     let name = disk.file_name().map(|name| name.to_string_lossy().into_owned());
     names.extend(name.filter(|name| !names.contains(name)));
     if depth == 0 {
         return;
     }
-    for slave in fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten() {
-        if let Ok(slave) = slave.path().canonicalize() {
-            add_disk(&slave, names, depth - 1);
-        }
-    }
+    let slaves = fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten();
+    let slaves = slaves.filter_map(|slave| slave.path().canonicalize().ok());
+    slaves.for_each(|slave| add_disk(&slave, names, depth - 1));
 }
 
 /// `peer` is a client as a daemon describes it: `pid 123, uid 0`.
@@ -321,8 +315,7 @@ impl<'a> Begun<'a> {
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options, backing.clone())?;
         let request = Request::Snapshot { options: options.clone(), image: number };
-        let dialogue = Dialogue::begin(dir, name, &request)?;
-        Ok(Begun { wanted, dialogue, file, recorded })
+        Ok(Begun { wanted, dialogue: Dialogue::begin(dir, name, &request)?, file, recorded })
     }
 
     /// Lets the daemon freeze the device and write the header and tables of the overlay.

@@ -30,11 +30,8 @@ pub struct Args {
 /// A file with a mistake is reported and skipped, so that it does not affect other devices. The service
 /// of that device reports the mistake again.
 pub fn run(args: Args) -> Outcome {
-    for path in files()? {
-        if let Err(failure) = write_drop_in(&path, &args.directory) {
-            print_error(&failure);
-        }
-    }
+    let failures = files()?.into_iter().filter_map(|path| write_drop_in(&path, &args.directory).err());
+    failures.for_each(|failure| print_error(&failure));
     Ok(())
 }
 

@@ -93,8 +93,7 @@ pub fn run(args: Args) -> Outcome {
         return Err(Failure::new(format!("--buffer must be {least} to {most}, not {given}")));
     }
     if args.follow && args.is_stream() {
-        let why = "--follow and --output - both write to standard output; omit one of them";
-        return Err(Failure::new(why));
+        return Err(Failure::new("--follow and --output - both write to standard output; omit one of them"));
     }
     let (dir, name) = args.device.find()?;
     let notice = "stopped immediately; only the files that the summary names are complete";
@@ -224,7 +223,8 @@ impl Tracing {
 
     /// Writes the items, without those that the filter drops, and the requests that they complete.
     fn write(&mut self, mut items: Vec<Item>) -> Result<(), Stopped> {
-        let tracks_ios = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
+        let has_slices = self.outputs.iter().any(|output| matches!(output, Output::Chrome(..)));
+        let tracks_ios = self.filtered.is_some() || has_slices;
         let mut requests = Vec::new();
         for item in &items {
             match item.kind {

@@ -30,11 +30,9 @@ fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
 pub fn run(args: Args) -> Outcome {
     let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", args.device));
     let info = ControlDevice::open().and_then(|mut control| control.info(args.device)).map_err(failure)?;
-    match info {
-        Some(info) if info.flags & Features::UNPRIVILEGED_DEV.bits() != 0 => {
-            print(&format!("{} {}\n", info.owner_uid, info.owner_gid))
-        }
-        _ => Ok(()),
+    match info.filter(|info| info.flags & Features::UNPRIVILEGED_DEV.bits() != 0) {
+        Some(info) => print(&format!("{} {}\n", info.owner_uid, info.owner_gid)),
+        None => Ok(()),
     }
 }
 

@@ -132,8 +132,7 @@ impl ConfigFile {
     fn unchecked_options(&self) -> Result<AttachOptions, Fault> {
         self.check_has_image()?;
         let words = self.keys.iter().flat_map(|key| key.words.iter().cloned());
-        let all = self.implied_name().into_iter().chain(words);
-        words::options(all).map_err(|text| self.fault(text))
+        words::options(self.implied_name().into_iter().chain(words)).map_err(|text| self.fault(text))
     }
 
     /// A mistake in the first option that `text` names, or in the file as a whole.
@@ -262,8 +261,7 @@ pub fn files() -> Outcome<Vec<PathBuf>> {
 /// The device of the file at `path`. Fails with the first mistake in the file.
 pub fn configured(path: &Path) -> Outcome<Configured> {
     let file = ConfigFile::read(path).map_err(|faults| faults[0].failure(path))?;
-    let options = file.options().map_err(|fault| fault.failure(path))?;
-    let image = image_text(&options.image);
+    let image = image_text(&file.options().map_err(|fault| fault.failure(path))?.image);
     Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
 }
 

@@ -83,9 +83,8 @@ fn parsed(words: impl Iterator<Item = String>) -> Result<AttachOptions, clap::Er
 
 /// Describes an invalid value of `key`. Clap's own text would name an option of the command line.
 fn invalid_value(key: &str, error: &clap::Error) -> String {
-    let given = match error.get(ContextKind::InvalidValue) {
-        Some(ContextValue::String(given)) => given.as_str(),
-        _ => return first_line(error),
+    let Some(ContextValue::String(given)) = error.get(ContextKind::InvalidValue) else {
+        return first_line(error);
     };
     if let Some(ContextValue::Strings(names)) = error.get(ContextKind::ValidValue)
         && let [names @ .., last] = &names[..]
@@ -159,18 +158,14 @@ fn words_of(command: &Command, key: &str, value: &DeValue) -> Result<(Id, Vec<St
 }
 
 fn word(key: &str, value: &DeValue) -> Result<String, String> {
+    let kind = value.type_str();
     let text = match value {
         DeValue::String(text) => text.to_string(),
         DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
             .map_err(|_| format!("{key}: the number is too large"))?
             .to_string(),
         DeValue::Float(number) => number.as_str().to_owned(),
-        _ => {
-            return Err(format!(
-                "{key} must be a string in quotes or a number, not a value of type {}",
-                value.type_str()
-            ));
-        }
+        _ => return Err(format!("{key} must be a string in quotes or a number, not a value of type {kind}")),
     };
     Ok(match key {
         // Without the prefix, clap would take the path for an option.
@@ -191,8 +186,7 @@ fn unknown(key: &str) -> String {
 
 pub fn similar_to(key: &str) -> Option<String> {
     let command = command();
-    let keys = command.get_arguments().filter_map(Arg::get_long).chain([IMAGE]);
-    if let Some(similar) = closest(key, keys) {
+    if let Some(similar) = closest(key, command.get_arguments().filter_map(Arg::get_long).chain([IMAGE])) {
         return Some(similar.to_owned());
     }
     // Clap also suggests options that contain the word.

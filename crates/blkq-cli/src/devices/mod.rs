@@ -59,8 +59,7 @@ impl Entry {
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     let entry = |name: String| {
         inspect(dir, &name).unwrap_or_else(|failure| {
-            let error = failure.without_object(&name).to_owned();
-            Some(Entry::Silent { name, error })
+            Some(Entry::Silent { error: failure.without_object(&name).to_owned(), name })
         })
     };
     Ok(dir.names()?.into_iter().filter_map(entry).collect())
@@ -96,17 +95,13 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
 /// `/dev/ublkb0`, `ublkb0`, or a link to the node). Returns `None` if there is no such device. Fails if
 /// `word` is ambiguous: several devices have that image, or it is the name of one device and the image or the
 /// node of another.
-pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
-    name_of_bytes(dir, OsStr::new(word))
-}
-
-fn name_of_bytes(dir: &StateDir, bytes: &OsStr) -> Outcome<Option<String>> {
+pub fn name_of(dir: &StateDir, word: impl AsRef<OsStr>) -> Outcome<Option<String>> {
+    let bytes = word.as_ref();
     let target = Target::of(bytes);
     let name = bytes.to_str().filter(|name| check_name(name).is_ok());
     if let Some(word) = name.filter(|name| dir.file(name, ".lock").exists()) {
         let exists = target.file.is_some() || target.node.exists();
-        let is_other = exists && !target.is(dir, word);
-        let others = if is_other { target.devices(dir)? } else { Vec::new() };
+        let others = if exists && !target.is(dir, word) { target.devices(dir)? } else { Vec::new() };
         let Some(other) = others.first() else { return Ok(Some(word.to_owned())) };
         let (what, path) = match target.file {
             Some(_) => ("image", format!("./{word}")),
@@ -216,7 +211,7 @@ fn is_host(host: &str, claimed: &str) -> bool {
 pub fn word_of(word: &OsStr) -> Outcome<String> {
     let name = match word.to_str() {
         Some(text) => Some(text.to_owned()),
-        None => name_of_bytes(&StateDir::locate()?, word)?,
+        None => name_of(&StateDir::locate()?, word)?,
     };
     Ok(name.unwrap_or_else(|| word.to_string_lossy().into_owned()))
 }

@@ -96,8 +96,7 @@ impl Program {
         // daemon runs. SAFETY: between fork and exec, this makes one system call, which closes nothing before the exec,
         // and allocates nothing.
         unsafe { command.pre_exec(|| close_range(3, libc::CLOSE_RANGE_CLOEXEC)) };
-        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut child = spawned.map_err(failure)?;
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failure)?;
         if let Some(mut stdin) = child.stdin.take() {
             // A daemon that does not read its input reports why.
             let _ = stdin.write_all(&input);
@@ -151,8 +150,7 @@ pub unsafe fn close_range(first: u32, flags: u32) -> io::Result<()> {
 }
 
 fn failure(error: io::Error) -> Failure {
-    let has_proc = Path::new("/proc/self").exists();
-    let hint = if has_proc { "" } else { "; mount a proc file system on /proc" };
+    let hint = if Path::new("/proc/self").exists() { "" } else { "; mount a proc file system on /proc" };
     Failure::new(format!("cannot start the daemon: {error}{hint}"))
 }
 

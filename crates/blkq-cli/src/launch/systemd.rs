@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 
+use blkq::text::escape;
 use blkq_protocol::failure::{Failure, Outcome};
 use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -35,7 +36,9 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
         .filter(|count| (0..=LISTEN_FDS_MAX).contains(count))
         .ok_or_else(|| refuse(format!("LISTEN_FDS is not a number from 0 to {LISTEN_FDS_MAX}")))?;
     let fds = LISTEN_FDS_START..LISTEN_FDS_START + count;
-    if let Some(fd) = fds.clone().find(|fd| !is_open(*fd)) {
+    // SAFETY: F_GETFD only reads the descriptor table.
+    let is_closed = |fd: &RawFd| unsafe { libc::fcntl(*fd, libc::F_GETFD) < 0 };
+    if let Some(fd) = fds.clone().find(is_closed) {
         return Err(refuse(format!("descriptor {fd} of LISTEN_FDS is not open")));
     }
     // SAFETY: this process has opened no descriptor yet, and those of the protocol precede the closed ones.
@@ -51,12 +54,7 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
 
 /// The instance of a template unit for the device `name`, escaped as systemctl does (systemd.unit(5)).
 pub fn escape_instance(name: &str) -> String {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@".contains(&byte);
-    let escape = |byte: u8| match is_plain(byte) {
-        true => char::from(byte).to_string(),
-        false => format!("\\x{byte:02x}"),
-    };
-    name.bytes().map(escape).collect()
+    escape(name, |c| !c.is_ascii_alphanumeric() && !":-_.@".contains(c))
 }
 
 /// The name of the device of an instance (`%i`). Names contain no backslash, so an instance that is not
@@ -78,11 +76,6 @@ pub fn unescape(text: &str, mark: &str) -> OsString {
         }
     }
     OsString::from_vec(bytes)
-}
-
-fn is_open(fd: RawFd) -> bool {
-    // SAFETY: F_GETFD only reads the descriptor table.
-    unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
 }
 
 #[cfg(test)]

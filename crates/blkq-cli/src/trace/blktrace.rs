@@ -119,8 +119,7 @@ impl Encoder {
     pub fn begin(&mut self, queue: usize, time_ns: u64, since_epoch: std::time::Duration, out: &mut Vec<u8>) {
         let payload = [since_epoch.as_secs() as u32, since_epoch.subsec_nanos()].map(u32::to_ne_bytes);
         let payload = payload.as_flattened();
-        let notice = Record { queue, time_ns, action: TIMESTAMP, payload, ..Record::default() };
-        self.record(&notice, out);
+        self.record(&Record { queue, time_ns, action: TIMESTAMP, payload, ..Record::default() }, out);
     }
 
     /// Appends the records of `item`: none for a gap, one or two for an event.

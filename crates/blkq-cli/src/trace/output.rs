@@ -42,6 +42,7 @@ pub enum Output {
     },
     /// A binary file per queue.
     Files(Vec<(PathBuf, BufWriter<File>, Encoder)>),
+    /// A file of slices, which needs completed requests.
     Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
 }
 
@@ -100,11 +101,6 @@ impl Output {
     pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
         let writer = ChromeWriter::new(create(path, chrome::HEAD)?, start.name, start.queues, start.time_ns);
         writer.map(|writer| Output::Chrome(path.to_owned(), writer)).map_err(|e| failure(path, &e))
-    }
-
-    /// Whether the output consists of slices, and needs completed requests.
-    pub fn wants_requests(&self) -> bool {
-        matches!(self, Output::Chrome(..))
     }
 
     /// Writes items, or the completed requests if the output consists of slices.

@@ -1,10 +1,9 @@
 //! Creates image files, overlays and the files of dirty bitmaps.
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::thread;
+use std::{io, thread};
 
 use blkq::ErrorKind;
 use blkq::units::format_bytes;

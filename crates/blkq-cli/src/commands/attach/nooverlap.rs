@@ -55,8 +55,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
 /// Turns autoclear off, so that the device stays for this user. Returns false if the device is stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
-    let kept = call::<()>(dir, &info.name, &Request::Set { settings });
-    matches!(kept, Ok(Some(())))
+    matches!(call::<()>(dir, &info.name, &Request::Set { settings }), Ok(Some(())))
 }
 
 fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
@@ -105,8 +104,7 @@ fn check_same(info: &DeviceInfo, window: Window, asked: Window, options: &Attach
     } else if info.read_only && !options.read_only {
         ("read-only".to_owned(), Some("use --read-only"))
     } else if info.sector_size != sector_size {
-        let hint = "use the same --sector-size";
-        (format!("with sectors of {} bytes", info.sector_size), Some(hint))
+        (format!("with sectors of {} bytes", info.sector_size), Some("use the same --sector-size"))
     } else if info.unsafe_flush_ignore && !options.unsafe_flush_ignore {
         ("with --unsafe-flush-ignore, which does not make data durable".to_owned(), None)
     } else if faults != asked_faults {

@@ -166,14 +166,8 @@ fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Opti
     let address = address.map(|address| address.split('/').next().unwrap_or(address));
     let port = address.and_then(|address| address.rsplit_once(':')).map(|(_, port)| port.into());
     let export = options.export_name.clone().unwrap_or_default();
-    let old_style = |place: OsString| {
-        let mut text = OsString::from("nbd:");
-        text.push(place);
-        if !export.is_empty() {
-            text.push(format!(":exportname={export}"));
-        }
-        text
-    };
+    let suffix = if export.is_empty() { String::new() } else { format!(":exportname={export}") };
+    let old_style = |place: OsString| ["nbd:".into(), place, suffix.into()].into_iter().collect();
     let place = socket.clone().map(|path| [OsString::from("unix:"), path].into_iter().collect());
     let tls = match (options.tls, &options.tls_certificates) {
         (Some(Tls::Off), _) | (_, None) => "0",

@@ -38,8 +38,7 @@ fn push<L: Args>(text: &mut String, option: &str) {
     }
     let commands = [("attach", has::<attach::Args>(name)), ("detach", has::<detach::Args>(name))];
     if let Some((command, _)) = commands.into_iter().find(|(_, is_option)| *is_option && !has::<L>(name)) {
-        let verb = format!("{command} with ");
-        match text.strip_suffix(&verb).map(str::len) {
+        match text.strip_suffix(&format!("{command} with ")).map(str::len) {
             Some(before) => text.insert_str(before, "blkq "),
             None => text.push_str(&format!("blkq {command} ")),
         }
@@ -48,8 +47,7 @@ fn push<L: Args>(text: &mut String, option: &str) {
 }
 
 fn has<A: Args>(option: &str) -> bool {
-    let command = A::augment_args(Command::new("blkq"));
-    command.get_arguments().any(|argument| argument.get_long() == Some(option))
+    A::augment_args(Command::new("blkq")).get_arguments().any(|argument| argument.get_long() == Some(option))
 }
 
 #[cfg(test)]

@@ -166,8 +166,7 @@ enum Action<'a> {
 
 pub fn run(args: Args) -> Outcome<ExitCode> {
     let action = args.action().and_then(|action| args.check_options(&action).map(|()| action));
-    let action = action.unwrap_or_else(|message| usage::exit::<Args>(message));
-    args.act(action).map_err(|e| failed(&e))
+    args.act(action.unwrap_or_else(|message| usage::exit::<Args>(message))).map_err(|e| failed(&e))
 }
 
 impl Args {
@@ -290,8 +289,7 @@ impl Args {
     }
 
     fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
-        let options = self.attach_options(device, file)?;
-        attach(&options, self.nooverlap)?.report(|info| {
+        attach(&self.attach_options(device, file)?, self.nooverlap)?.report(|info| {
             let warnings = info.warnings.iter().map(|warning| translated::<Args>(warning));
             warn(&info.name, &warnings.collect::<Vec<_>>());
             if self.verbose {
@@ -437,10 +435,9 @@ fn raw(columns: &[&Column], devices: &[DeviceInfo], headings: bool) -> String {
 fn json(columns: &[&Column], devices: &[DeviceInfo]) -> String {
     let rows = rows(columns, devices, |cell| cell.json().to_string());
     let objects = rows.iter().skip(1).map(|row| {
-        let members = columns.iter().zip(row);
         let member =
             |(column, cell): (&&Column, _)| format!("         \"{}\": {cell}", column.name.to_lowercase());
-        format!("      {{\n{}\n      }}", members.map(member).collect::<Vec<_>>().join(",\n"))
+        format!("      {{\n{}\n      }}", columns.iter().zip(row).map(member).collect::<Vec<_>>().join(",\n"))
     });
     format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.collect::<Vec<_>>().join(",\n"))
 }

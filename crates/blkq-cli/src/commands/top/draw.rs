@@ -5,7 +5,7 @@ use ratatui_core::style::Style;
 
 use super::page;
 use super::row::{COLUMNS, Row, short};
-use super::theme::{Canvas, Theme};
+use super::theme::{Canvas, TITLE, Theme};
 use super::view::View;
 use crate::output::{Align, quantity};
 
@@ -34,7 +34,7 @@ pub fn draw(view: &mut View, theme: Theme, buffer: &mut Buffer) {
         }
     };
     match view.is_editing {
-        true => canvas.put((0, last), &format!("filter: {}_", view.filter), theme.title()),
+        true => canvas.put((0, last), &format!("filter: {}_", view.filter), TITLE),
         false => canvas.put((0, last), keys, theme.faint()),
     };
 }
@@ -79,7 +79,7 @@ fn title(view: &View, canvas: &mut Canvas<'_>, rows: &[Row]) {
     let (iops, mb_per_s) = (sum(|row| row.iops), sum(|row| row.mb_per_s));
     let (devices, interval) = (quantity(rows.len() as u64, "device"), &view.interval);
     let text = format!("blkq top: {devices}, {iops} IOPS, {mb_per_s} MB/s, every {interval}");
-    let mut x = canvas.put((0, 0), &text, theme.title());
+    let mut x = canvas.put((0, 0), &text, TITLE);
     if !view.filter.is_empty() {
         x = canvas.put((x, 0), &format!(", names with \"{}\"", view.filter), theme.faint());
     }
@@ -141,8 +141,7 @@ fn line(row: &Row, layout: &Layout, canvas: &mut Canvas<'_>, y: u16) {
         match column {
             None => bar(row, width, canvas, (x, y)),
             Some(at) => {
-                let cell = Align::Right.pad(&COLUMNS[at].cell(row), width.into());
-                canvas.put((x, y), &cell, style);
+                canvas.put((x, y), &Align::Right.pad(&COLUMNS[at].cell(row), width.into()), style);
             }
         }
         x += width + 1;

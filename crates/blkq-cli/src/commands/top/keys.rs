@@ -39,8 +39,7 @@ impl Keys {
         if !bytes.is_empty() {
             self.since = Some(now);
         } else if self.since.is_none_or(|since| now.saturating_duration_since(since) >= KEY_WAIT) {
-            let pending = std::mem::take(&mut self.pending);
-            keys.extend((pending == [0x1b]).then_some(Key::Escape));
+            keys.extend((std::mem::take(&mut self.pending) == [0x1b]).then_some(Key::Escape));
         }
         self.pending.extend_from_slice(bytes);
         let mut at = 0;

@@ -79,8 +79,7 @@ pub fn run(args: &Args) -> Outcome<ExitCode> {
         return args.print_once(sampler);
     }
     let screen = Screen::open()?;
-    let signals = Signals::install(&signals::ALL)?;
-    let outcome = watch(screen, sampler, signals, args.interval);
+    let outcome = watch(screen, sampler, Signals::install(&signals::ALL)?, args.interval);
     terminal::leave();
     match outcome {
         Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
@@ -100,8 +99,8 @@ impl Args {
             }
             let now = Instant::now();
             devices.asked(sampler.ask()?, now);
-            for answer in sampler.wait(now + ONCE_WAIT) {
-                devices.answered(&answer.name, answer.outcome);
+            for (name, outcome) in sampler.wait(now + ONCE_WAIT) {
+                devices.answered(&name, outcome);
             }
         }
         devices.mark_silent(Instant::now());
@@ -148,8 +147,8 @@ fn watch(
             next = if next + pause > now { next + pause } else { now + pause };
             pause = interval;
         }
-        for answer in sampler.take() {
-            view.devices.answered(&answer.name, answer.outcome);
+        for (name, outcome) in sampler.take() {
+            view.devices.answered(&name, outcome);
         }
         view.devices.mark_silent(now);
         // A slow terminal gets the next picture, the latest one then, when it has taken the previous one

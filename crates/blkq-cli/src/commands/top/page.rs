@@ -2,7 +2,7 @@ use ratatui_core::style::Style;
 
 use super::heat;
 use super::row::{count, latency, percent, short};
-use super::theme::Canvas;
+use super::theme::{Canvas, TITLE};
 use super::view::View;
 use crate::commands::stat::report::{Figures, Queue};
 use crate::output::Align;
@@ -15,7 +15,7 @@ const COLUMN: usize = 7;
 pub fn draw(view: &View, canvas: &mut Canvas<'_>) {
     let theme = canvas.theme;
     let name = view.selected.as_deref().unwrap_or_default();
-    canvas.put((0, 0), &format!("blkq top: {name}, every {}", view.interval), theme.title());
+    canvas.put((0, 0), &format!("blkq top: {name}, every {}", view.interval), TITLE);
     let Some(device) = view.devices.get(name) else {
         canvas.put((0, 1), "detached", theme.alarm());
         return;

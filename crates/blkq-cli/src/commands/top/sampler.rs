@@ -17,11 +17,8 @@ use blkq_protocol::state::StateDir;
 /// Less than the default, because there is one thread for each device.
 const STACK_BYTES: usize = 256 << 10;
 
-pub struct Answer {
-    pub name: String,
-    /// `None` if the device is starting or stopping.
-    pub outcome: Outcome<Option<Statistics>>,
-}
+/// The name of a device, and its counters; `None` if the device is starting or stopping.
+pub type Answer = (String, Outcome<Option<Statistics>>);
 
 pub struct Sampler {
     dir: StateDir,
@@ -61,7 +58,7 @@ impl Sampler {
             (self.dir.clone(), self.sender.clone(), self.waker.clone(), name.clone());
         let answer = move |name, outcome| {
             // Sending fails only if the process is about to exit, and the receiver has been dropped.
-            let _ = sender.send(Answer { name, outcome });
+            let _ = sender.send((name, outcome));
             let _ = (&*waker).write(&[0]);
         };
         let failed = answer.clone();
@@ -82,7 +79,7 @@ impl Sampler {
         let mut bytes = [0; 256];
         while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
         let answers: Vec<Answer> = self.answers.try_iter().collect();
-        self.outstanding.retain(|name| answers.iter().all(|answer| answer.name != *name));
+        self.outstanding.retain(|name| answers.iter().all(|(answered, _)| answered != name));
         answers
     }
 
@@ -91,7 +88,7 @@ impl Sampler {
         while !self.outstanding.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok(answer) = self.answers.recv_timeout(left) else { break };
-            self.outstanding.remove(&answer.name);
+            self.outstanding.remove(&answer.0);
             answers.push(answer);
         }
         answers
@@ -134,7 +131,7 @@ mod tests {
             assert_eq!(sampler.ask().unwrap(), ["answers", "silent"]);
             // The answer arrives although the other daemon has not answered.
             let answer = wait_for("an answer", || sampler.take().pop());
-            assert_eq!((answer.name.as_str(), answer.outcome), ("answers", Ok(Some(Statistics::default()))));
+            assert_eq!(answer, ("answers".to_owned(), Ok(Some(Statistics::default()))));
         }
         serve.join().unwrap();
         // The silent daemon was asked only once.
@@ -143,7 +140,7 @@ mod tests {
         assert!(silent.accept().is_err());
         called.write_all(&reply_line::<()>(Err(Failure::new("late")))).unwrap();
         let answers = sampler.wait(Instant::now() + Duration::from_secs(30));
-        let outcomes: Vec<_> = answers.into_iter().map(|answer| answer.outcome).collect();
+        let outcomes: Vec<_> = answers.into_iter().map(|(_, outcome)| outcome).collect();
         assert_eq!(outcomes, [Err(Failure::new("late"))]);
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -14,6 +14,8 @@ pub struct Theme {
     pub colour: bool,
 }
 
+pub const TITLE: Style = Style::new().add_modifier(Modifier::BOLD);
+const HEADING: Style = Style::new().add_modifier(Modifier::REVERSED);
 /// Colours of xterm's palette of 256, from few requests (blue) to many (red).
 const HEAT: [u8; 8] = [24, 31, 37, 71, 142, 178, 208, 196];
 const ASCII_LEVELS: [&str; 8] = [".", ":", "-", "=", "+", "*", "#", "@"];
@@ -37,18 +39,10 @@ impl Theme {
         if self.colour { Style::new().fg(Color::Indexed(colour)) } else { Style::new() }
     }
 
-    pub fn title(self) -> Style {
-        Style::new().add_modifier(Modifier::BOLD)
-    }
-
-    pub fn heading(self) -> Style {
-        Style::new().add_modifier(Modifier::REVERSED)
-    }
-
     pub fn selected(self) -> Style {
         match self.colour {
             true => Style::new().bg(Color::Indexed(237)).add_modifier(Modifier::BOLD),
-            false => self.heading(),
+            false => HEADING,
         }
     }
 
@@ -106,13 +100,11 @@ impl<'a> Canvas<'a> {
         if y >= area.height || x >= area.width {
             return x;
         }
-        let width = usize::from(area.width - x);
-        self.buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
+        self.buffer.set_stringn(area.x + x, area.y + y, text, usize::from(area.width - x), style).0 - area.x
     }
 
     pub fn put_heading(&mut self, y: u16, text: &str) {
-        let text = Align::Left.pad(text, self.area.width.into());
-        self.put((0, y), &text, self.theme.heading());
+        self.put((0, y), &Align::Left.pad(text, self.area.width.into()), HEADING);
     }
 
     pub fn select_row(&mut self, y: u16) {
@@ -143,7 +135,7 @@ mod tests {
     #[test]
     fn without_colour_no_style_has_one() {
         let theme = Theme { unicode: true, colour: false };
-        let mut styles = vec![theme.title(), theme.heading(), theme.selected(), theme.faint(), theme.alarm()];
+        let mut styles = vec![TITLE, HEADING, theme.selected(), theme.faint(), theme.alarm()];
         styles.extend(theme.bar().map(|(_, style)| style));
         styles.extend((1..=8).map(|level| theme.heat(f64::from(level) / 8.0).1));
         assert!(styles.iter().all(|style| style.fg.is_none() && style.bg.is_none()));

@@ -59,8 +59,7 @@ impl View {
     }
 
     pub fn selected_index(&self, rows: &[Row]) -> usize {
-        let is_selected = |row: &Row| Some(&row.name) == self.selected.as_ref();
-        rows.iter().position(is_selected).unwrap_or(0)
+        rows.iter().position(|row| Some(&row.name) == self.selected.as_ref()).unwrap_or(0)
     }
 
     pub fn press(&mut self, key: Key) -> Action {
