@@ -1,4 +1,3 @@
-mod histogram;
 mod page;
 pub(super) mod report;
 
@@ -22,8 +21,7 @@ use report::Report;
 /// The I/Os per second, and the MB (10^6 bytes) read and written per second, between two samples.
 pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
     let figures = Report::between("", before, now).figures;
-    let iops = figures.groups().map(|(_, group)| group.iops).sum();
-    (iops, figures.read.mb_per_s + figures.write.mb_per_s)
+    (figures.groups().map(|(_, group)| group.iops).sum(), figures.read.mb_per_s + figures.write.mb_per_s)
 }
 
 #[derive(clap::Args, Debug)]
@@ -85,22 +83,17 @@ fn parse_interval(text: &str) -> Result<Duration, &'static str> {
     usage::seconds(0.01..=86400.0, "an interval must be 0.01 to 86400 seconds")(text)
 }
 
-#[derive(PartialEq, Debug)]
-struct Plan {
-    /// Names of devices; empty for all devices.
-    names: Vec<String>,
-    interval: Option<Duration>,
-    count: Option<u64>,
-}
+/// The names of devices (empty for all devices), the interval, and the number of reports.
+type Plan = (Vec<String>, Option<Duration>, Option<u64>);
 
 /// If one device is named, fails if it does not exist, or its daemon has died or does not answer. With
 /// several devices, such a device is reported on standard error, and makes the exit code 1.
 pub fn run(args: Args) -> Outcome<ExitCode> {
-    let plan = args.plan().unwrap_or_else(|why| usage::exit::<Args>(why));
+    let (names, interval, count) = args.plan().unwrap_or_else(|why| usage::exit::<Args>(why));
     let dir = StateDir::locate()?;
     // A word that matches no device is kept, and is reported below.
     let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
-    let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
+    let names = names.into_iter().map(name).collect::<Outcome<_>>()?;
     let mut devices = Devices { dir, names, failed: BTreeMap::new() };
     let mut before = devices.sample()?;
     for name in devices.names.clone() {
@@ -109,12 +102,11 @@ pub fn run(args: Args) -> Outcome<ExitCode> {
             devices.fail(name, failure)?;
         }
     }
-    let Some(interval) = plan.interval else {
-        let reports = before.iter().map(|(name, now)| Report::whole(name, now)).collect();
-        args.print(reports, &devices, false)?;
+    let Some(interval) = interval else {
+        args.print(before.iter().map(|(name, now)| Report::whole(name, now)).collect(), &devices, false)?;
         return Ok(exit_code(!devices.failed.is_empty()));
     };
-    for _ in 0..plan.count.unwrap_or(u64::MAX) {
+    for _ in 0..count.unwrap_or(u64::MAX) {
         std::thread::sleep(interval);
         let now = devices.sample()?;
         // All named devices have been detached.
@@ -156,7 +148,7 @@ impl Args {
             return Err("--histogram needs the name of one device, or --json".to_owned());
         }
         names.dedup();
-        Ok(Plan { names, interval, count })
+        Ok((names, interval, count))
     }
 
     fn print(&self, reports: Vec<Report>, devices: &Devices, again: bool) -> Outcome {
@@ -246,7 +238,7 @@ mod tests {
         let expect = |words: &str, names: &[&str], seconds: Option<u64>, count: Option<u64>| {
             let names = names.iter().map(|name| (*name).to_owned()).collect();
             let interval = seconds.map(Duration::from_secs);
-            assert_eq!(plan(words), Ok(Plan { names, interval, count }), "{words}");
+            assert_eq!(plan(words), Ok((names, interval, count)), "{words}");
         };
         expect("", &[], None, None);
         expect("--all", &[], None, None);

@@ -1,12 +1,12 @@
 //! The reports as text: a page for one device, and a table for several devices.
 
 use blkq::StatGroup;
+use blkq::stats::Histogram;
 use blkq_export::{COUNTER_ROWS, Counted};
 use blkq_protocol::control::statistics::{Gate, Nbd, Throttle, VhostUser};
 use serde_json::{Map, Value};
 
-use super::histogram::draw;
-use super::report::{Batches, Clock, Figures, Flushes, Group, Hangs, Held, Report, Throttled};
+use super::report::{Batches, Clock, Figures, Flushes, Group, Hangs, Held, Report, Throttled, bars};
 use crate::output::{Align, render, render_figures};
 
 /// The columns of the report of several devices, with the names and units of iostat(1). 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
@@ -14,6 +14,9 @@ const HEADS: [&str; 15] = [
     "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",
     "aqu-sz", "%util", "errors",
 ];
+
+/// Length of the longest bar of a histogram, in characters.
+const BAR: u64 = 40;
 
 impl Report {
     /// Operations and mechanisms that were idle are omitted, unless `verbose`.
@@ -26,7 +29,7 @@ impl Report {
         let mut page = heading + &figures.table(verbose) + &figures.lines(verbose);
         if histogram {
             for group in StatGroup::ALL {
-                page += &draw(group.name(), &self.during[group].latency);
+                page += &draw_histogram(group.name(), &self.during[group].latency);
             }
         }
         page
@@ -216,6 +219,50 @@ fn columns(figures: &Figures) -> Vec<String> {
     ]
 }
 
+/// Draws the latencies of an operation, with one bar per power of two. Empty if there were no such operations.
+fn draw_histogram(name: &str, histogram: &Histogram) -> String {
+    let bars = bars(histogram);
+    let (all, most) = (histogram.count(), bars.iter().map(|bar| bar.2).max().unwrap_or(0));
+    let rows: Vec<[String; 5]> = bars
+        .iter()
+        .map(|(from_ns, to_ns, count)| {
+            // Rounded up, so that a bar with a single latency is visible.
+            let length = (u128::from(*count) * u128::from(BAR)).div_ceil(u128::from(most.max(1)));
+            let percent = *count as f64 * 100.0 / all as f64;
+            [
+                format!("  {}", time(*from_ns)),
+                time(*to_ns),
+                format!("|{:<width$}", "#".repeat(length as usize), width = BAR as usize),
+                count.to_string(),
+                format!("{percent:.1}%"),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    use Align::{Left, Right};
+    format!(
+        "{name}: {all} latencies (from, to, count, share)\n{}",
+        render([Right, Right, Left, Right, Right], &rows)
+    )
+}
+
+/// Formats nanoseconds with three digits, in a suitable unit.
+fn time(ns: u64) -> String {
+    let (value, unit) = match ns {
+        0..1_000 => return format!("{ns} ns"),
+        1_000..1_000_000 => (ns as f64 / 1e3, "us"),
+        1_000_000..1_000_000_000 => (ns as f64 / 1e6, "ms"),
+        _ => (ns as f64 / 1e9, "s"),
+    };
+    match value {
+        0.0..10.0 => format!("{value:.2} {unit}"),
+        10.0..100.0 => format!("{value:.1} {unit}"),
+        _ => format!("{value:.0} {unit}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use blkq::StatsSnapshot;
@@ -293,5 +340,30 @@ mod tests {
         assert!(overview(&reports(), true).contains("idle "));
         assert_eq!(overview(&reports()[1..2], false), "1 device was idle\n");
         assert_eq!(overview(&[], false), "");
+    }
+
+    #[test]
+    fn bars_are_proportional_and_count_every_latency() {
+        let mut histogram = Histogram::default();
+        assert_eq!(draw_histogram("read", &histogram), "");
+        (0..80).for_each(|_| histogram.record(1_500));
+        (0..20).for_each(|_| histogram.record(3_000));
+        histogram.record(20_000);
+        let text = draw_histogram("read", &histogram);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "read: 101 latencies (from, to, count, share)");
+        assert_eq!(lines.len(), 1 + 5);
+        assert_eq!(lines[1].matches('#').count(), 40);
+        assert_eq!(lines[2].matches('#').count(), 10);
+        assert_eq!((lines[3].matches('#').count(), lines[5].matches('#').count()), (0, 1));
+        assert!(
+            lines[1].contains("1.02 us") && lines[1].contains("2.05 us") && lines[1].ends_with("79.2%"),
+            "{text}"
+        );
+        assert!(lines[5].contains("16.4 us") && lines[5].contains("32.8 us"), "{text}");
+        assert!(lines[2..].iter().all(|line| line.len() == lines[1].len()), "{text}");
+        histogram.record(u64::MAX);
+        histogram.record(0);
+        assert_eq!(bars(&histogram).iter().map(|bar| bar.2).sum::<u64>(), 103);
     }
 }

@@ -12,7 +12,8 @@ use blkq_protocol::system::timestamp::rfc3339;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::histogram::bars;
+/// The last bar of a histogram ends at 2^40 ns, about 18 minutes, and also counts longer latencies.
+const BITS_MAX: u32 = 40;
 
 pub struct Report {
     pub figures: Figures,
@@ -185,8 +186,7 @@ impl Report {
         let seconds = elapsed_ns as f64 / 1e9;
         let group = |group| Group::new(&during[group], seconds);
         let waited_ns: u64 = during.groups.iter().map(|group| group.nanoseconds).sum();
-        let counters =
-            Counter::ALL.iter().map(|counter| (counter.name().into(), during.counter(*counter).into()));
+        let counters = Counter::ALL.iter().map(|it| (it.name().into(), during.counter(*it).into()));
         let ios: u64 = during.groups.iter().map(|group| group.ios).sum();
         let plugged = ios - during[StatGroup::Flush].ios.min(ios);
         let queue = |(i, queue): (usize, &QueueSums)| {
@@ -325,6 +325,19 @@ impl Queue {
             hung,
         }
     }
+}
+
+/// The bars of a histogram, from the shortest latency to the longest, one per power of two: the range in nanoseconds, without its end, and the count.
+pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
+    let (mut from_ns, mut before) = (0, 0);
+    let bars = histogram.below_powers(0, BITS_MAX).into_iter().map(|(to_ns, count)| {
+        let bar = (from_ns, to_ns, count - before);
+        (from_ns, before) = (to_ns, count);
+        bar
+    });
+    let mut bars: Vec<_> = bars.skip_while(|bar| bar.2 == 0).collect();
+    while bars.pop_if(|bar| bar.2 == 0).is_some() {}
+    bars
 }
 
 fn rate(count: f64, seconds: f64) -> f64 {
