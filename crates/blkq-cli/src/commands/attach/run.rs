@@ -147,7 +147,7 @@ fn next_signal(blocked: &libc::sigset_t) -> (libc::c_int, bool) {
     }
 }
 
-/// Changes the signal mask of this thread as `how` says. Returns the mask before.
+/// Changes the signal mask of this thread, which is the only one, as `how` says. Returns the mask before.
 fn change_mask(how: libc::c_int, mask: &libc::sigset_t) -> io::Result<libc::sigset_t> {
     // SAFETY: zeroes are a valid sigset_t, which the call overwrites. It reads `mask`.
     let (error, before) = unsafe {
