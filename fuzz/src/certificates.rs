@@ -24,9 +24,8 @@ pub fn check(input: &[u8]) {
     let uses: Vec<Option<CertificateUse>> = certificates.iter().map(|it| CertificateUse::parse(it)).collect();
     if let Ok(found) = authorities(certificates, UnixTime::since_unix_epoch(Duration::from_secs(NOW_S))) {
         assert_eq!((found.all.len(), found.valid.len() + found.outdated.len()), (count, count));
-        let now = NOW_S as i64;
         assert!(uses.iter().flatten().all(|it| it.is_authority && it.may_sign_certificates()));
-        let valid = uses.iter().flatten().filter(|it| (it.not_before..=it.not_after).contains(&now));
+        let valid = uses.iter().flatten().filter(|it| (it.not_before..=it.not_after).contains(&NOW_S));
         assert_eq!((found.valid.len(), uses.iter().flatten().count()), (valid.count(), count));
     }
 }

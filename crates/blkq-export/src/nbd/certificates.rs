@@ -190,7 +190,7 @@ fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey,
 
 /// Why clients may refuse the certificate of a server, with a hint. `None` also for a malformed certificate.
 fn server_flaw(certificate: &[u8], now: UnixTime) -> Option<&'static str> {
-    let now = now.as_secs() as i64;
+    let now = now.as_secs();
     let it = CertificateUse::parse(certificate)?;
     if it.not_after < now {
         Some("the certificate has expired; replace it")
@@ -352,7 +352,7 @@ pub struct Authorities {
 /// there would let the client sign others. An error is text for a message, with the number of the first
 /// unusable certificate and the reason.
 pub fn authorities(certificates: Vec<CertificateDer<'static>>, now: UnixTime) -> Result<Authorities, String> {
-    let now = now.as_secs() as i64;
+    let now = now.as_secs();
     let mut found =
         Authorities { all: RootCertStore::empty(), valid: RootCertStore::empty(), outdated: Vec::new() };
     for (number, certificate) in (1..).zip(certificates) {

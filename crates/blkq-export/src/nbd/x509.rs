@@ -1,42 +1,22 @@
 //! Reads the uses that an X.509 certificate allows (RFC 5280, 4.1 and 4.2.1). webpki accepts any configured
 //! certificate as an authority and does not read keyUsage.
-//!
-//! Clients send these certificates, so each length is checked and a malformed certificate is rejected.
 
-const BOOLEAN: u8 = 0x01;
-const INTEGER: u8 = 0x02;
-const BIT_STRING: u8 = 0x03;
-const OCTET_STRING: u8 = 0x04;
-const OBJECT_IDENTIFIER: u8 = 0x06;
-const UTC_TIME: u8 = 0x17;
-const GENERALIZED_TIME: u8 = 0x18;
-const SEQUENCE: u8 = 0x30;
-/// Context-specific, constructed tags: the version and the extensions.
-const VERSION: u8 = 0xa0;
-const EXTENSIONS: u8 = 0xa3;
-
-/// Object identifiers `id-ce-keyUsage`, `id-ce-basicConstraints` and `id-ce-extKeyUsage`.
-const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
-const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
-const EXTENDED_KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x25];
-/// Object identifiers `anyExtendedKeyUsage` and `id-kp-serverAuth`, one of which a TLS server needs.
-const SERVER_USES: [&[u8]; 2] = [&[0x55, 0x1d, 0x25, 0], &[0x2b, 6, 1, 5, 5, 7, 3, 1]];
-
-/// Bits of the first byte of keyUsage. Bit 0 of the specification is the most significant one.
-const DIGITAL_SIGNATURE: u8 = 0x80;
-const KEY_CERT_SIGN: u8 = 0x04;
+use x509_cert::Certificate;
+use x509_cert::der::Decode;
+use x509_cert::der::oid::db::rfc5280::{ANY_EXTENDED_KEY_USAGE, ID_KP_SERVER_AUTH};
+use x509_cert::ext::pkix::{BasicConstraints, ExtendedKeyUsage, KeyUsage};
 
 /// The purposes and the time for which a certificate may be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CertificateUse {
     /// Start of the validity, in seconds since 1970 (UTC).
-    pub not_before: i64,
+    pub not_before: u64,
     /// End of the validity, in seconds since 1970 (UTC).
-    pub not_after: i64,
+    pub not_after: u64,
     /// The extension basicConstraints contains CA:TRUE.
     pub is_authority: bool,
-    /// First byte of keyUsage. `None`: the certificate has no keyUsage, so all uses are allowed.
-    key_usage: Option<u8>,
+    /// `None`: the certificate has no keyUsage, so all uses are allowed.
+    key_usage: Option<KeyUsage>,
     /// The extension extKeyUsage, if there is one, allows a TLS server.
     pub is_for_servers: bool,
 }
@@ -44,132 +24,34 @@ pub struct CertificateUse {
 impl CertificateUse {
     /// Parses a certificate in DER. Returns `None` if it is malformed.
     pub fn parse(der: &[u8]) -> Option<CertificateUse> {
-        let mut certificate = Reader(Reader(der).take(SEQUENCE)?);
-        let mut fields = Reader(certificate.take(SEQUENCE)?);
-        fields.take_if(VERSION)?;
-        fields.take(INTEGER)?; // serial number
-        fields.take(SEQUENCE)?; // signature algorithm
-        fields.take(SEQUENCE)?; // issuer
-        let mut validity = Reader(fields.take(SEQUENCE)?);
-        let (not_before, not_after) = (time(validity.element()?)?, time(validity.element()?)?);
-        fields.take(SEQUENCE)?; // subject
-        fields.take(SEQUENCE)?; // public key
-        let mut parsed = CertificateUse {
-            not_before,
-            not_after,
-            is_authority: false,
-            key_usage: None,
-            is_for_servers: true,
+        let certificate = Certificate::from_der(der).ok()?;
+        let fields = certificate.tbs_certificate();
+        // An extension that occurs twice is an error: its meaning would be ambiguous (RFC 5280, 4.2).
+        let constraints = fields.get_extension::<BasicConstraints>().ok()?;
+        let key_usage = fields.get_extension::<KeyUsage>().ok()?;
+        let allows_servers = |ExtendedKeyUsage(uses): ExtendedKeyUsage| {
+            uses.contains(&ANY_EXTENDED_KEY_USAGE) || uses.contains(&ID_KP_SERVER_AUTH)
         };
-        let mut has_constraints = false;
-        while !fields.0.is_empty() {
-            let (tag, content) = fields.element()?;
-            if tag != EXTENSIONS {
-                continue; // unique identifiers
-            }
-            let mut extensions = Reader(Reader(content).take(SEQUENCE)?);
-            while !extensions.0.is_empty() {
-                let mut extension = Reader(extensions.take(SEQUENCE)?);
-                let name = extension.take(OBJECT_IDENTIFIER)?;
-                extension.take_if(BOOLEAN)?; // critical
-                let value = extension.take(OCTET_STRING)?;
-                match name {
-                    BASIC_CONSTRAINTS if !std::mem::replace(&mut has_constraints, true) => {
-                        let is_authority = Reader(Reader(value).take(SEQUENCE)?).take_if(BOOLEAN)?;
-                        parsed.is_authority = is_authority.is_some_and(|value| value != [0]);
-                    }
-                    KEY_USAGE if parsed.key_usage.is_none() => {
-                        // The first byte of a bit string is the number of unused bits.
-                        parsed.key_usage = Some(*Reader(value).take(BIT_STRING)?.get(1).unwrap_or(&0));
-                    }
-                    EXTENDED_KEY_USAGE => parsed.is_for_servers &= allows_servers(value) == Some(true),
-                    // An extension must not occur twice (RFC 5280, 4.2): its meaning would be ambiguous.
-                    BASIC_CONSTRAINTS | KEY_USAGE => return None,
-                    _ => {}
-                }
-            }
-        }
-        Some(parsed)
+        Some(CertificateUse {
+            not_before: fields.validity().not_before.to_unix_duration().as_secs(),
+            not_after: fields.validity().not_after.to_unix_duration().as_secs(),
+            is_authority: constraints.is_some_and(|(_, constraints)| constraints.ca),
+            key_usage: key_usage.map(|(_, usage)| usage),
+            is_for_servers: fields
+                .get_extension()
+                .is_ok_and(|uses| uses.is_none_or(|(_, uses)| allows_servers(uses))),
+        })
     }
 
     /// Whether the key of the certificate may sign other certificates.
     pub fn may_sign_certificates(&self) -> bool {
-        self.key_usage.is_none_or(|usage| usage & KEY_CERT_SIGN != 0)
+        self.key_usage.is_none_or(|usage| usage.key_cert_sign())
     }
 
     /// Whether the key of the certificate may sign a TLS handshake.
     pub fn may_sign(&self) -> bool {
-        self.key_usage.is_none_or(|usage| usage & DIGITAL_SIGNATURE != 0)
+        self.key_usage.is_none_or(|usage| usage.digital_signature())
     }
-}
-
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    /// Reads the tag and the content of the next element.
-    fn element(&mut self) -> Option<(u8, &'a [u8])> {
-        let (&[tag, first], rest) = self.0.split_first_chunk()?;
-        let (length, rest) = match first {
-            0..=0x7f => (usize::from(first), rest),
-            // Content of 16 MiB or more cannot occur: neither a file nor a TLS message is that large.
-            0x81..=0x83 => {
-                let (bytes, rest) = rest.split_at_checked(usize::from(first & 3))?;
-                (bytes.iter().fold(0, |length, byte| length << 8 | usize::from(*byte)), rest)
-            }
-            _ => return None,
-        };
-        let (content, rest) = rest.split_at_checked(length)?;
-        self.0 = rest;
-        Some((tag, content))
-    }
-
-    fn take(&mut self, tag: u8) -> Option<&'a [u8]> {
-        let (found, content) = self.element()?;
-        (found == tag).then_some(content)
-    }
-
-    /// As [`Reader::take`], if the next element has the tag. The outer `None`: the element is malformed.
-    fn take_if(&mut self, tag: u8) -> Option<Option<&'a [u8]>> {
-        if self.0.first() == Some(&tag) { self.take(tag).map(Some) } else { Some(None) }
-    }
-}
-
-fn allows_servers(extended_key_usage: &[u8]) -> Option<bool> {
-    let mut uses = Reader(Reader(extended_key_usage).take(SEQUENCE)?);
-    let mut found = false;
-    while !uses.0.is_empty() {
-        found |= SERVER_USES.contains(&uses.take(OBJECT_IDENTIFIER)?);
-    }
-    Some(found)
-}
-
-/// Converts a time to seconds since 1970. DER requires UTC ("Z") without fractions of a second.
-fn time((tag, text): (u8, &[u8])) -> Option<i64> {
-    let digits = text.strip_suffix(b"Z")?;
-    let (year, rest) = match tag {
-        UTC_TIME if digits.len() == 12 => {
-            let year = number(&digits[..2])?;
-            (if year < 50 { 2000 + year } else { 1900 + year }, &digits[2..])
-        }
-        GENERALIZED_TIME if digits.len() == 14 => (number(&digits[..4])?, &digits[4..]),
-        _ => return None,
-    };
-    let field = |index: usize| number(&rest[2 * index..2 * index + 2]);
-    let (month, day) = (field(0)?, field(1)?);
-    if !(1..=12).contains(&month) || !(1..=31).contains(&day) {
-        return None;
-    }
-    // The year is counted from March, so that a leap day is the last day of its year.
-    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    let days = 365 * year + year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
-    let days = days + (153 * month + 2) / 5 + day - 1 - 719_468;
-    Some(((days * 24 + field(2)?) * 60 + field(3)?) * 60 + field(4)?)
-}
-
-fn number(digits: &[u8]) -> Option<i64> {
-    digits
-        .iter()
-        .try_fold(0, |number, digit| digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0')))
 }
 
 #[cfg(test)]
@@ -178,12 +60,34 @@ mod tests {
 
     use super::*;
 
+    const BOOLEAN: u8 = 0x01;
+    const INTEGER: u8 = 0x02;
+    const BIT_STRING: u8 = 0x03;
+    const OCTET_STRING: u8 = 0x04;
+    const OBJECT_IDENTIFIER: u8 = 0x06;
+    const UTC_TIME: u8 = 0x17;
+    const GENERALIZED_TIME: u8 = 0x18;
+    const SEQUENCE: u8 = 0x30;
+    /// Context-specific, constructed tags: the version and the extensions.
+    const VERSION: u8 = 0xa0;
+    const EXTENSIONS: u8 = 0xa3;
+
+    const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
+    const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
+    const EXTENDED_KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x25];
+    /// `anyExtendedKeyUsage` and `id-kp-serverAuth`.
+    const SERVER_USES: [&[u8]; 2] = [&[0x55, 0x1d, 0x25, 0], &[0x2b, 6, 1, 5, 5, 7, 3, 1]];
+
+    /// Bits of the first byte of keyUsage. Bit 0 of the specification is the most significant one.
+    const DIGITAL_SIGNATURE: u8 = 0x80;
+    const KEY_CERT_SIGN: u8 = 0x04;
+
     fn element(tag: u8, content: &[u8]) -> Vec<u8> {
         let length = content.len();
-        let head = if length < 0x80 {
-            vec![tag, length as u8]
-        } else {
-            vec![tag, 0x82, (length >> 8) as u8, length as u8]
+        let head = match length {
+            ..0x80 => vec![tag, length as u8],
+            ..0x100 => vec![tag, 0x81, length as u8],
+            _ => vec![tag, 0x82, (length >> 8) as u8, length as u8],
         };
         [head, content.to_vec()].concat()
     }
@@ -197,17 +101,19 @@ mod tests {
     fn certificate(extensions: &[Vec<u8>]) -> Vec<u8> {
         let validity = [element(UTC_TIME, b"700101000000Z"), element(GENERALIZED_TIME, b"20280229123456Z")];
         let empty = element(SEQUENCE, &[]);
+        let (algorithm, bits) =
+            (element(SEQUENCE, &element(OBJECT_IDENTIFIER, &[0x2b, 0x65, 0x70])), element(BIT_STRING, &[0]));
         let fields = [
             element(VERSION, &element(INTEGER, &[2])),
             element(INTEGER, &[1]),
-            empty.clone(),
+            algorithm.clone(),
             empty.clone(),
             element(SEQUENCE, &validity.concat()),
-            empty.clone(),
-            empty.clone(),
+            empty,
+            element(SEQUENCE, &[algorithm.clone(), bits.clone()].concat()),
             element(EXTENSIONS, &element(SEQUENCE, &extensions.concat())),
         ];
-        element(SEQUENCE, &[element(SEQUENCE, &fields.concat()), empty, element(BIT_STRING, &[0])].concat())
+        element(SEQUENCE, &[element(SEQUENCE, &fields.concat()), algorithm, bits].concat())
     }
 
     fn usage(bits: u8) -> Vec<u8> {
@@ -242,20 +148,6 @@ mod tests {
         // A certificate that contains an extension twice is malformed.
         assert_eq!(CertificateUse::parse(&certificate(&[usage(4), usage(0x80)])), None);
         assert_eq!(CertificateUse::parse(&certificate(&[constraints(&[]), constraints(&[])])), None);
-    }
-
-    #[test]
-    fn times_are_read_as_utc() {
-        let utc = |text: &[u8]| time((UTC_TIME, text));
-        assert_eq!(utc(b"491231235959Z"), Some(2_524_607_999));
-        assert_eq!(utc(b"500101000000Z"), Some(-631_152_000));
-        assert_eq!(time((GENERALIZED_TIME, b"20000301000000Z")), Some(951_868_800));
-        for wrong in
-            [&b"4912312359Z"[..], b"491331235959Z", b"491200235959Z", b"49123123595xZ", b"491231235959", b""]
-        {
-            assert_eq!(utc(wrong), None);
-        }
-        assert_eq!(time((SEQUENCE, b"491231235959Z")), None);
     }
 
     proptest! {
