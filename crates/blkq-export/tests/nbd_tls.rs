@@ -224,7 +224,7 @@ fn clients_of_an_expired_authority_are_refused() {
     for (text, guest_is_served) in [(read("old.pem"), false), (both, true)] {
         std::fs::write(directory.join("ca-cert.pem"), text).unwrap();
         assert!(refusal(&directory).contains("certificate 1 in the file has expired"));
-        let certificates = TlsCertificates::load_valid_authorities(&directory).unwrap();
+        let certificates = TlsCertificates::load_as(&directory, true).unwrap();
         assert!(certificates.verifies_clients() && certificates.prepare().is_err());
         let [warning] = &certificates.warnings()[..] else { panic!("{:?}", certificates.warnings()) };
         assert!(warning.contains("ca-cert.pem: certificate 1 in the file has expired"), "{warning}");

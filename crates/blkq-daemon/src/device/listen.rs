@@ -103,8 +103,8 @@ pub(super) fn tls(options: &AttachOptions, is_take_over: bool) -> Outcome<Option
     else {
         return Ok(None);
     };
-    let load = if is_take_over { TlsCertificates::load_valid_authorities } else { TlsCertificates::load };
-    Ok(Some(TlsOptions { certificates: load(directory)?, required: options.tls != Some(Tls::On) }))
+    let certificates = TlsCertificates::load_as(directory, is_take_over)?;
+    Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
 }
 
 /// Includes the directories to which symbolic links in `directory` lead.

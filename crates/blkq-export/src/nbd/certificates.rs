@@ -51,9 +51,8 @@ impl PreparedCertificates {
     /// Uses these certificates for all connections that start from now on, also with clones of the
     /// [`TlsCertificates`]. Established connections keep the old ones.
     pub fn install(self) {
-        let PreparedCertificates { certificates, mut loaded } = self;
         // The old certificates are freed after the lock was released.
-        std::mem::swap(&mut *lock(&certificates.loaded), &mut loaded);
+        let _old = std::mem::replace(&mut *lock(&self.certificates.loaded), self.loaded);
     }
 }
 
@@ -76,20 +75,16 @@ impl TlsCertificates {
     /// # Errors
     /// Returns an error that names the file that is missing, cannot be used, or does not match the others.
     pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
-        TlsCertificates::read(directory, false)
+        TlsCertificates::load_as(directory, false)
     }
 
-    /// As [`TlsCertificates::load`], for a server that continues a device in use, which must not hang because of
-    /// an expired authority. Authorities that are not valid now are left out: their clients are refused, and
-    /// [`TlsCertificates::warnings`] names them.
+    /// As [`TlsCertificates::load`]. `exclude_outdated` is for a server that continues a device in use, which must
+    /// not hang because of an expired authority: authorities that are not valid now are left out, not an error.
+    /// Their clients are refused, and [`TlsCertificates::warnings`] names them.
     ///
     /// # Errors
-    /// The other errors of [`TlsCertificates::load`].
-    pub fn load_valid_authorities(directory: &Path) -> Result<TlsCertificates, Error> {
-        TlsCertificates::read(directory, true)
-    }
-
-    fn read(directory: &Path, exclude_outdated: bool) -> Result<TlsCertificates, Error> {
+    /// The errors of [`TlsCertificates::load`].
+    pub fn load_as(directory: &Path, exclude_outdated: bool) -> Result<TlsCertificates, Error> {
         let directory = std::path::absolute(directory)
             .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
         let loaded = Arc::new(Mutex::new(Loaded::read(&directory, exclude_outdated)?));
@@ -118,7 +113,7 @@ impl TlsCertificates {
     }
 
     /// Why clients may refuse the certificate of the server, and the authorities that were left out
-    /// ([`TlsCertificates::load_valid_authorities`]), one line each.
+    /// ([`TlsCertificates::load_as`]), one line each.
     pub fn warnings(&self) -> Vec<String> {
         lock(&self.loaded).warnings.clone()
     }
@@ -144,14 +139,11 @@ impl Loaded {
         let mut warnings: Vec<String> = why.map(warning).into_iter().collect();
         let verifier = verifier(directory, &provider, exclude_outdated, &mut warnings)?;
         let verifies_clients = verifier.is_some();
-        let builder = ServerConfig::builder_with_provider(provider)
+        let mut config = ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
-            .map_err(|e| invalid(&directory.join(CERTIFICATE), &e))?;
-        let builder = match verifier {
-            Some(verifier) => builder.with_client_cert_verifier(verifier),
-            None => builder.with_no_client_auth(),
-        };
-        let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
+            .map_err(|e| invalid(&directory.join(CERTIFICATE), &e))?
+            .with_client_cert_verifier(verifier.unwrap_or_else(WebPkiClientVerifier::no_client_auth))
+            .with_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
         // The server keeps no session state for clients that have disconnected, so sessions cannot be
         // resumed.
         config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -294,10 +286,6 @@ fn check_usage(own: &CertificateDer<'_>, chain: &[CertificateDer<'_>]) -> Result
 }
 
 impl ClientCertVerifier for UsageVerifier {
-    fn client_auth_mandatory(&self) -> bool {
-        true
-    }
-
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.inner.root_hint_subjects()
     }
