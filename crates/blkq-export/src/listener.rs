@@ -80,16 +80,11 @@ pub(crate) struct SocketFile {
 }
 
 impl Listen {
-    /// Listens. The socket is non-blocking.
+    /// Listens, with the given access to a unix socket. The socket is non-blocking.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if another process listens there, [`ErrorKind::Invalid`] for a connected socket.
-    pub fn listen(self) -> Result<Listener, Error> {
-        self.listen_as(SocketAccess::default())
-    }
-
-    /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
-    pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
+    pub fn listen(self, access: SocketAccess) -> Result<Listener, Error> {
         let listener = self.open(access, Duration::ZERO)?;
         if listener.listen_address.is_connected {
             let message = "the inherited socket is connected; pass a listening socket";
@@ -383,7 +378,7 @@ mod tests {
                 seen
             });
             for _ in 0..2_000 {
-                let opened = Listen::Unix(path.clone()).listen_as(access).unwrap();
+                let opened = Listen::Unix(path.clone()).listen(access).unwrap();
                 let found = std::fs::symlink_metadata(&path).unwrap();
                 assert_eq!((found.mode() & 0o7777, found.gid()), (0o660, group));
                 drop(opened);

@@ -19,7 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use blkq_export::{Listen, Listener};
+use blkq_export::{Listen, Listener, SocketAccess};
 use blkq_protocol::failure::{Failure, Outcome};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -50,7 +50,7 @@ impl Endpoint {
     /// can reach unless `insecure` is set, because the metrics show how busy the device is.
     pub fn bind(listen: Listen, insecure: bool) -> Outcome<Endpoint> {
         let during = |e: Failure| e.during("--metrics");
-        let listener = listen.listen().map_err(|e| during(e.into()))?;
+        let listener = listen.listen(SocketAccess::default()).map_err(|e| during(e.into()))?;
         let public = listener.tcp_address().filter(|address| !address.ip().is_loopback());
         if let (Some(address), false) = (public, insecure) {
             return Err(during(exposed(&address)));

@@ -184,7 +184,7 @@ mod tests {
     use blkq::drivers::null::{Null, NullOptions};
 
     use super::*;
-    use crate::listener::Listen;
+    use crate::listener::{Listen, SocketAccess};
 
     #[test]
     fn a_listener_that_is_shut_down_does_not_keep_the_thread_busy() {
@@ -194,7 +194,8 @@ mod tests {
         let socket = UnixListener::bind(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         let other_holder = socket.try_clone().unwrap();
-        let mut control = Control::new(shared, Listen::Inherited(socket.into()).listen().unwrap());
+        let mut control =
+            Control::new(shared, Listen::Inherited(socket.into()).listen(SocketAccess::default()).unwrap());
         shutdown(&other_holder, Shutdown::Both).unwrap();
         let begin = Instant::now();
         for _ in 0..4 {

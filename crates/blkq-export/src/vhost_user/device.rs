@@ -65,7 +65,7 @@ impl VhostUserDevice {
         if engines.is_empty() {
             return Err(invalid("a device needs at least one engine"));
         }
-        let listener = listen.listen_as(options.access)?;
+        let listener = listen.listen(options.access)?;
         if listener.tcp_address().is_some() {
             return Err(invalid("memory cannot be shared over TCP; use a unix socket"));
         }
