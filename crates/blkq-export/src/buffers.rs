@@ -45,7 +45,7 @@ pub(crate) struct BufferPool {
     free: [Vec<IoBuffer>; CLASSES],
     free_bytes: usize,
     /// Size of the buffers that were taken and not put back.
-    used_bytes: usize,
+    pub used_bytes: usize,
     /// Time since which no buffer is in use, if there is free memory to release.
     idle_since_ns: Option<u64>,
 }
@@ -111,10 +111,6 @@ impl BufferPool {
 
     pub fn is_idle(&self) -> bool {
         self.used_bytes == 0 && self.free_bytes > 0
-    }
-
-    pub fn used_bytes(&self) -> usize {
-        self.used_bytes
     }
 
     /// Releases all free memory if no buffer has been in use for [`IDLE_NS`]. A source calls this at the end

@@ -134,7 +134,6 @@ impl Mapping {
     }
 
     /// Whether the file was truncated, so that private zero pages have replaced the contents.
-    #[inline]
     pub fn is_broken(&self) -> bool {
         self.slot.is_broken()
     }

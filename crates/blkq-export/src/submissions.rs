@@ -21,13 +21,11 @@ impl Submissions {
     }
 
     /// Submits `bio` of the source's client to the only queue.
-    #[inline]
     pub fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
         self.submit_for(cx, self.client, ENGINE_QUEUE, bio);
     }
 
     /// Submits `bio` of `client`. If the queue is full, [`Submissions::resubmit`] submits it again later.
-    #[inline]
     pub fn submit_for(&mut self, cx: &mut SourceContext<'_>, client: TraceClient, queue: usize, bio: Bio) {
         // Requeued bios go first, so that none starves.
         let result = if self.requeued.is_empty() { submit_now(cx, client, queue, bio) } else { Err(bio) };
@@ -54,7 +52,6 @@ impl Submissions {
     }
 }
 
-#[inline]
 fn submit_now(cx: &mut SourceContext<'_>, client: TraceClient, queue: usize, bio: Bio) -> Result<(), Bio> {
     cx.set_trace_client(queue, || client);
     cx.submit(queue, bio)
@@ -74,7 +71,6 @@ impl<T> Default for Slots<T> {
 
 impl<T> Slots<T> {
     /// Stores `value` and returns its number. The free slot that was used last is taken first.
-    #[inline]
     pub fn insert(&mut self, value: T) -> u64 {
         let Some(number) = self.free.pop() else {
             self.slots.push(Some(value));
@@ -84,17 +80,14 @@ impl<T> Slots<T> {
         number.into()
     }
 
-    #[inline]
     pub fn get(&self, number: u64) -> Option<&T> {
         self.slots.get(number as usize)?.as_ref()
     }
 
-    #[inline]
     pub fn get_mut(&mut self, number: u64) -> Option<&mut T> {
         self.slots.get_mut(number as usize)?.as_mut()
     }
 
-    #[inline]
     pub fn take(&mut self, number: u64) -> Option<T> {
         let value = self.slots.get_mut(number as usize)?.take()?;
         self.free.push(number as u32);
@@ -105,7 +98,6 @@ impl<T> Slots<T> {
         self.slots.iter().flatten()
     }
 
-    #[inline]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }

@@ -18,24 +18,20 @@ impl TurnWork {
     /// Must be called before items are spent: resets the count if a new turn has begun. The engine calls
     /// [`Source::on_turn`](blkq::Source::on_turn) several times in one turn when bios complete immediately,
     /// and these calls share one budget.
-    #[inline]
     pub fn begin(&mut self, cx: &SourceContext<'_>) {
         if self.turn != cx.turn() {
             (self.turn, self.items) = (cx.turn(), 0);
         }
     }
 
-    #[inline]
     pub fn spend(&mut self, items: usize) {
         self.items += items;
     }
 
-    #[inline]
     pub fn spend_bytes(&mut self, bytes: usize) {
         self.items += bytes / BYTES_PER_ITEM;
     }
 
-    #[inline]
     pub fn is_over(&self) -> bool {
         self.items >= TURN_BUDGET.items
     }

@@ -77,7 +77,6 @@ impl Slot {
         Ok(slot)
     }
 
-    #[inline]
     pub fn is_broken(&self) -> bool {
         // Relaxed: the handler runs on the thread that faults, so that thread sees the flag. Others see it in
         // a later turn.

@@ -274,12 +274,12 @@ impl Connection {
         }
         let was_delayed = self.backoff.until_ns.is_some();
         let counters = &mut self.requests.counters;
-        let delays = self.backoff.delays(counters.requests, cx.now_ns(), self.stream.socket());
+        let delays = self.backoff.delays(counters.requests, cx.now_ns(), &self.stream.socket);
         if let Some(until_ns) = self.backoff.until_ns {
             counters.receive_backoffs += u64::from(!was_delayed);
             shared.expect_deadline(until_ns);
         } else if was_delayed {
-            self.stream.expect_input();
+            self.stream.drained = false;
         }
         delays
     }

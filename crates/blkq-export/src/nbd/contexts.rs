@@ -6,7 +6,7 @@ use std::sync::Arc;
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState};
 use blkq::{Disk, Driver, Error, Extent, Status};
 
-use super::proto::AllocationFlags;
+use super::proto::{STATE_HOLE, STATE_ZERO};
 
 /// Namespace of the contexts that QEMU defined.
 const QEMU: &[u8] = b"qemu:";
@@ -37,11 +37,6 @@ impl Contexts {
     /// Whether the set contains no context.
     pub fn is_empty(self) -> bool {
         self.0 == 0
-    }
-
-    /// The number of contexts in the set.
-    pub fn count(self) -> usize {
-        self.0.count_ones() as usize
     }
 
     /// The contexts that a client's `query` matches; if `listing`, a namespace matches all its contexts.
@@ -132,10 +127,8 @@ impl ChosenContexts {
                 1 => query_current_driver(disk, |driver| driver.extents(range.clone(), max))?
                     .into_iter()
                     .map(|Extent { length, hole, zero }| {
-                        let mut flags = AllocationFlags::empty();
-                        flags.set(AllocationFlags::HOLE, hole);
-                        flags.set(AllocationFlags::ZERO, zero);
-                        StatusExtent { length, flags: flags.bits() }
+                        let flags = u32::from(hole) * STATE_HOLE | u32::from(zero) * STATE_ZERO;
+                        StatusExtent { length, flags }
                     })
                     .collect(),
                 2 => query_current_driver(disk, |driver| driver.allocation_depths(range.clone(), max))?

@@ -347,7 +347,7 @@ impl Handshake {
             return Err(INVALID);
         }
         let export = export.ok_or(UNKNOWN)?;
-        self.work += found.count();
+        self.work += found.ids().count();
         for id in found.ids() {
             let number = if set { id } else { 0 };
             let (namespace, leaf) = context_name(id, bitmaps);

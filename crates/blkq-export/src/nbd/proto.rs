@@ -83,22 +83,6 @@ bitflags! {
         /// The length of an extended request is the length of a payload that follows.
         const PAYLOAD_LEN = 1 << 5;
     }
-
-    /// Flags of a reply chunk (`NBD_REPLY_FLAG_*`).
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    pub struct ReplyFlags: u16 {
-        /// This chunk is the last one of its reply.
-        const DONE = 1 << 0;
-    }
-
-    /// State of an extent in the metadata context `base:allocation`.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    pub struct AllocationFlags: u32 {
-        /// The extent is not allocated: writing it may fail for lack of space.
-        const HOLE = 1 << 0;
-        /// The extent reads as zeroes.
-        const ZERO = 1 << 1;
-    }
 }
 
 /// Options of the handshake (`NBD_OPT_*`).
@@ -166,6 +150,14 @@ pub mod info {
     /// `NBD_INFO_BLOCK_SIZE`: minimum and preferred block size, and maximum payload.
     pub const BLOCK_SIZE: u16 = 3;
 }
+
+/// `NBD_REPLY_FLAG_DONE`: this chunk is the last one of its reply.
+pub const REPLY_FLAG_DONE: u16 = 1 << 0;
+
+/// `NBD_STATE_HOLE` of `base:allocation`: the extent is not allocated, and writing it may fail for lack of space.
+pub const STATE_HOLE: u32 = 1 << 0;
+/// `NBD_STATE_ZERO` of `base:allocation`: the extent reads as zeroes.
+pub const STATE_ZERO: u32 = 1 << 1;
 
 /// Types of reply chunks (`NBD_REPLY_TYPE_*`).
 pub mod reply_type {
@@ -281,7 +273,7 @@ wire! {
     StructuredReply = 20 {
         /// [`STRUCTURED_REPLY_MAGIC`], by which clients recognize the reply format.
         magic: U32,
-        /// Flags of the chunk, as [`ReplyFlags`].
+        /// Flags of the chunk, such as [`REPLY_FLAG_DONE`].
         flags: U16,
         /// Type of the chunk in [`reply_type`].
         kind: U16,
@@ -295,7 +287,7 @@ wire! {
     ExtendedReply = 32 {
         /// [`EXTENDED_REPLY_MAGIC`], by which clients recognize the reply format.
         magic: U32,
-        /// Flags of the chunk, as [`ReplyFlags`].
+        /// Flags of the chunk, such as [`REPLY_FLAG_DONE`].
         flags: U16,
         /// Type of the chunk in [`reply_type`].
         kind: U16,

@@ -106,7 +106,7 @@ impl ReplyStyle {
     }
 
     fn chunk(self, to: ReplyTo, kind: u16, length: usize, last: bool, output: &mut Vec<u8>) {
-        let flags = U16::new(if last { ReplyFlags::DONE.bits() } else { 0 });
+        let flags = U16::new(if last { REPLY_FLAG_DONE } else { 0 });
         let (kind, cookie) = (kind.into(), to.cookie.into());
         if self == ReplyStyle::Extended {
             let (magic, offset) = (EXTENDED_REPLY_MAGIC.into(), to.offset.into());
@@ -163,14 +163,12 @@ impl Outgoing {
     }
 
     /// Lets `write` append a reply that has no data.
-    #[inline]
     pub fn reply(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         self.append(write);
         self.replies += 1;
     }
 
     /// Appends data, which is `part` of `buffer`, in bytes, to its header. `last`: the data ends the reply.
-    #[inline]
     pub fn append_data(&mut self, buffer: IoBuffer, part: Range<usize>, last: bool) {
         self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
         self.replies += usize::from(last);

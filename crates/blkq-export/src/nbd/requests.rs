@@ -96,10 +96,8 @@ impl Requests {
     }
 
     pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
-        if let Some((request, _)) = &self.incoming
-            && self.payload_until_ns.is_none()
-        {
-            self.payload_until_ns = Some(shared.transfer_until_ns(request.length, cx));
+        if let Some((request, _)) = &self.incoming {
+            self.payload_until_ns.get_or_insert_with(|| shared.transfer_until_ns(request.length, cx));
         }
     }
 
@@ -126,7 +124,7 @@ impl Requests {
     /// Drops the replies that are not being sent, and parts of reads that were not submitted.
     pub fn abandon(&mut self, shared: &mut EngineShared) {
         if let Some(split) = &mut self.split {
-            split.abandon();
+            split.waiting.clear();
         }
         let freed = self.replies.recycle(&mut shared.buffers);
         self.free(freed, shared);
@@ -277,7 +275,7 @@ impl Requests {
                 }
                 None => {
                     self.free(BufferPool::size(length as u32), shared);
-                    self.complete(in_flight, Err(Status::Resource), None, shared);
+                    self.complete(in_flight, Err(Status::Resource), Data::None, shared);
                 }
             }
         }
@@ -355,27 +353,13 @@ impl Requests {
         if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.must_order() {
             return self.submit_bio(in_flight, bio(operation, flags, &range, data), shared, cx);
         }
-        shared.unaligned.push(OrderedWrite {
-            request: in_flight,
-            queue,
-            operation,
-            flags,
-            range,
-            block,
-            data,
-        });
+        shared.unaligned.push(OrderedWrite { in_flight, queue, operation, flags, range, block, data });
     }
 
     /// If the queue is full, the bio is submitted again later.
-    fn submit_bio(
-        &self,
-        request: InFlight,
-        mut bio: Bio,
-        shared: &mut EngineShared,
-        cx: &mut SourceContext<'_>,
-    ) {
-        bio.user_data = shared.in_flight.insert(request);
-        shared.submissions.submit_for(cx, self.client, self.queue, bio);
+    fn submit_bio(&self, request: InFlight, bio: Bio, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
+        let user_data = shared.in_flight.insert(request);
+        shared.submissions.submit_for(cx, self.client, self.queue, Bio { user_data, ..bio });
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {
@@ -392,18 +376,12 @@ impl Requests {
     /// Handles a completed write that the range lock ordered.
     pub fn complete_ordered(&mut self, request: InFlight, result: IoResult, shared: &mut EngineShared) {
         self.free(self.block_bytes(request.command, &request.range()), shared);
-        self.complete(request, result, None, shared);
+        self.complete(request, result, Data::None, shared);
     }
 
     /// Handles a request or part that completed, or for which there was no memory. An error of a part is reported in
     /// the last chunk, so a reply contains at most one.
-    pub fn complete(
-        &mut self,
-        request: InFlight,
-        result: IoResult,
-        buffer: Option<IoBuffer>,
-        shared: &mut EngineShared,
-    ) {
+    pub fn complete(&mut self, request: InFlight, result: IoResult, data: Data, shared: &mut EngineShared) {
         self.busy -= 1;
         let InFlight { command, to, length, .. } = request;
         // The result of the whole request; `None` if other parts have not completed.
@@ -414,7 +392,7 @@ impl Requests {
                 (part.offset, split.complete(part, result))
             }
         };
-        match buffer {
+        match data.into_buffer() {
             Some(buffer) if command == Command::Read && result.is_ok() => {
                 self.counters.read_bytes += length;
                 let from = (offset & (self.block - 1)) as usize;
@@ -460,7 +438,7 @@ impl Requests {
     }
 
     fn extents_max_bytes(&self) -> usize {
-        EXTENTS_MAX_BYTES * self.contexts.contexts.count()
+        EXTENTS_MAX_BYTES * self.contexts.contexts.ids().count()
     }
 
     fn done(&mut self, to: ReplyTo) {

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
-use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -133,7 +132,7 @@ impl NbdSource {
                 return registry.reject_admitted(self.engine);
             }
         };
-        let status = registry.register(peer_name(stream.socket()));
+        let status = registry.register(peer_name(&stream.socket));
         let unaligned = options.unaligned.is_some();
         let exports = options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
@@ -275,8 +274,7 @@ unsafe impl Source for NbdSource {
         }
         let Some(request) = self.shared.in_flight.take(completion.user_data) else { return };
         self.update(request.connection, |connection, shared| {
-            let buffer = completion.data.into_buffer();
-            connection.requests.complete(request, completion.result, buffer, shared);
+            connection.requests.complete(request, completion.result, completion.data, shared);
         });
     }
 
@@ -382,7 +380,7 @@ impl Drop for NbdSource {
         // these use is leaked.
         for mut connection in self.connections.drain(..).flatten() {
             if connection.stream.is_armed() {
-                let _ = ManuallyDrop::new(connection);
+                std::mem::forget(connection);
             } else {
                 connection.release(&mut self.shared);
             }

@@ -38,7 +38,7 @@ struct SplitRead {
 pub(super) struct SplitReads {
     reads: Slots<SplitRead>,
     /// Reads with parts that were not submitted yet, in the order of their arrival.
-    waiting: VecDeque<u64>,
+    pub waiting: VecDeque<u64>,
     in_flight: usize,
 }
 
@@ -71,10 +71,6 @@ impl SplitReads {
         }
         self.in_flight += 1;
         Some((read.request, Part { read: number, offset: range.start }, range))
-    }
-
-    pub fn abandon(&mut self) {
-        self.waiting.clear();
     }
 
     /// Returns the result of the read, which is the first error of a part, if this was its last part.

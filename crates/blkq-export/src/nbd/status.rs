@@ -199,12 +199,9 @@ impl Registry {
 
     /// Reports that `peer` was rejected or disconnected, unless there were too many.
     pub fn report(&self, reason: Reason, peer: impl FnOnce() -> String) {
-        self.rejections.push(discriminant(&reason), |unreported, last| Rejection {
-            peer: peer(),
-            reason,
-            unreported,
-            last,
-        });
+        let kind = discriminant(&reason);
+        let rejection = |unreported, last| Rejection { peer: peer(), reason, unreported, last };
+        self.rejections.push(kind, rejection);
     }
 
     /// Counts one admitted connection less, and signals the idle event if it was the last one.

@@ -1,6 +1,6 @@
 //! The byte stream of one connection: the socket, TLS, and at most one receive and one send on the ring.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
 use blkq::SourceContext;
@@ -38,7 +38,7 @@ const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 /// The stream must not move while an operation is in flight.
 pub(super) struct Stream {
     slot: u32,
-    socket: OwnedFd,
+    pub socket: OwnedFd,
     input: Box<[u8]>,
     /// `input[start..end]` was received and not parsed.
     start: usize,
@@ -52,8 +52,8 @@ pub(super) struct Stream {
     /// A worker has the TLS state, and continues the handshake.
     pub handshake_offloaded: bool,
     pub receive_armed: bool,
-    /// The last receive emptied the socket.
-    drained: bool,
+    /// The last receive emptied the socket, so the next one polls the socket before its first attempt.
+    pub drained: bool,
     pub send_armed: bool,
     receive_iovecs: [libc::iovec; 2],
     receive_message: libc::msghdr,
@@ -88,10 +88,6 @@ impl Stream {
         })
     }
 
-    pub fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
     pub fn input(&self) -> &[u8] {
         &self.input[self.start..self.end]
     }
@@ -114,11 +110,6 @@ impl Stream {
     /// while received handshake records wait for a send to complete.
     pub fn must_send_first(&self) -> bool {
         self.starts_tls || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
-    }
-
-    /// Lets the next receive try the socket immediately instead of polling first.
-    pub fn expect_input(&mut self) {
-        self.drained = false;
     }
 
     /// Completes receives in flight. An error is ignored: the peer may have closed the connection.

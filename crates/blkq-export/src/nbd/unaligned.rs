@@ -64,7 +64,7 @@ pub(super) struct RangesChanged;
 type Bios = VecDeque<(usize, TraceClient, Bio)>;
 
 pub(super) struct OrderedWrite {
-    pub request: InFlight,
+    pub in_flight: InFlight,
     pub queue: usize,
     pub operation: Operation,
     pub flags: BioFlags,
@@ -121,7 +121,7 @@ impl OrderedInFlight {
 
     fn submit(&mut self, id: u64, operation: Operation, blocks: Range<u64>, data: Data, bios: &mut Bios) {
         self.pending += 1;
-        let OrderedWrite { request, queue, flags, .. } = self.write;
+        let OrderedWrite { in_flight, queue, flags, .. } = self.write;
         let flags = match operation {
             Operation::Read => BioFlags::empty(),
             // The first and the last block of write zeroes are written with data, so NO_UNMAP has no meaning
@@ -130,7 +130,7 @@ impl OrderedInFlight {
             _ => flags,
         };
         let bio = Bio { user_data: id, ..bio(operation, flags, &blocks, data) };
-        bios.push_back((queue, request.client, bio));
+        bios.push_back((queue, in_flight.client, bio));
     }
 
     /// Merges a block at an end of the range with the payload, or zeroes the part of the request.
@@ -194,7 +194,6 @@ impl Unaligned {
         self.member = Some(self.lock.join(Arc::new(move || handle.send(id, Box::new(RangesChanged)))));
     }
 
-    #[inline]
     pub fn must_order(&self) -> bool {
         self.lock.is_taken()
     }
@@ -203,13 +202,12 @@ impl Unaligned {
         self.writes.len() == 0 && self.released.is_empty()
     }
 
-    #[inline]
     pub fn is_ordered(user_data: u64) -> bool {
         user_data & ORDERED_BIT != 0
     }
 
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
-        Some(&self.writes.get(u64::from(user_data as u32))?.write.request)
+        Some(&self.writes.get(u64::from(user_data as u32))?.write.in_flight)
     }
 
     pub fn push(&mut self, write: OrderedWrite) {
@@ -245,10 +243,10 @@ impl Unaligned {
             if arrived.ticket.is_none() {
                 // No overlapping range is locked, so the write runs as a normal one. It is added to the table
                 // of requests in flight here, so that the check below finds it.
-                let user_data = in_flight.insert(write.request);
+                let user_data = in_flight.insert(write.in_flight);
                 let data = std::mem::take(&mut write.data);
                 let bio = Bio { user_data, ..bio(write.operation, write.flags, &write.range, data) };
-                self.bios.push_back((write.queue, write.request.client, bio));
+                self.bios.push_back((write.queue, write.in_flight.client, bio));
                 self.writes.take(key.into());
             }
         }
@@ -295,7 +293,7 @@ impl Unaligned {
         if let Some(data) = write.data.into_buffer() {
             buffers.put(data);
         }
-        self.finished.push((write.request, result));
+        self.finished.push((write.in_flight, result));
     }
 }
 

@@ -177,7 +177,7 @@ impl VringSource {
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
-            let full = self.submissions.requeued() > 0 || self.bounces.used_bytes() >= BOUNCED_MAX_BYTES;
+            let full = self.submissions.requeued() > 0 || self.bounces.used_bytes >= BOUNCED_MAX_BYTES;
             if full || !self.takes_requests() {
                 return;
             }

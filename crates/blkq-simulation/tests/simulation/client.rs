@@ -498,7 +498,7 @@ impl Client {
             reply_type::NONE => 0,
             other => panic!("an unexpected chunk of type {other}"),
         };
-        if flags == ReplyFlags::DONE.bits() {
+        if flags == REPLY_FLAG_DONE {
             let mut content = Vec::new();
             for (offset, part) in std::mem::take(&mut asked.parts) {
                 let next = (asked.sectors.start << 9) + content.len() as u64;
