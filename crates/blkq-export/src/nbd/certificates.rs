@@ -220,9 +220,7 @@ fn verifier(
     // certificate.
     let exists = |file: &Path| file.symlink_metadata().is_ok();
     if !exists(&authority) {
-        let why = format_args!(
-            "a revocation list needs {AUTHORITY}, which does not exist; add it, or remove the list"
-        );
+        let why = "a revocation list needs ca-cert.pem, which does not exist; add it, or remove the list";
         return if exists(&revoked) { Err(invalid(&revoked, &why)) } else { Ok(None) };
     }
     let authorities = authorities(read_all(&authority, "certificate")?, UnixTime::now())
@@ -242,9 +240,8 @@ fn verifier(
     if exists(&revoked) {
         let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked, "revocation list")?;
         if lists.iter().any(|list| !is_of(list, &authorities.all)) {
-            let why = format_args!(
-                "the revocation list was issued by an authority that is not in {AUTHORITY}; add that authority, or replace the list"
-            );
+            let why = "the revocation list was issued by an authority that is not in ca-cert.pem; \
+                add that authority, or replace the list";
             return Err(invalid(&revoked, &why));
         }
         builder = builder.with_crls(lists).allow_unknown_revocation_status();

@@ -350,7 +350,7 @@ impl Requests {
         flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
         flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
         flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
-        if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.must_order() {
+        if !operation.is_write() || self.is_whole_blocks(&range) && !shared.unaligned.lock.is_taken() {
             return self.submit_bio(in_flight, bio(operation, flags, &range, data), shared, cx);
         }
         shared.unaligned.push(OrderedWrite { in_flight, queue, operation, flags, range, block, data });

@@ -1,6 +1,5 @@
 //! The connections and counters of a server, as its owner reads them.
 
-use std::mem::discriminant;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
@@ -199,7 +198,7 @@ impl Registry {
 
     /// Reports that `peer` was rejected or disconnected, unless there were too many.
     pub fn report(&self, reason: Reason, peer: impl FnOnce() -> String) {
-        let kind = discriminant(&reason);
+        let kind = std::mem::discriminant(&reason);
         let rejection = |unreported, last| Rejection { peer: peer(), reason, unreported, last };
         self.rejections.push(kind, rejection);
     }

@@ -156,46 +156,36 @@ impl Tls {
 
     /// Encrypts about [`OUTGOING_BYTES`] of `plain`. All earlier encrypted bytes must have been sent.
     pub fn encrypt(&mut self, plain: &mut Outgoing) -> Result<(), StreamEnd> {
-        self.flush()?;
-        while self.outgoing.len() < OUTGOING_BYTES {
+        loop {
+            while self.connection.wants_write() {
+                self.connection.write_tls(&mut self.outgoing).map_err(|_| StreamEnd::Broken)?;
+            }
             let piece = plain.next(RECORD_BYTES);
-            if piece.is_empty() {
-                break;
+            if piece.is_empty() || self.outgoing.len() >= OUTGOING_BYTES {
+                return Ok(());
             }
             let taken = self.connection.writer().write(piece).map_err(|_| StreamEnd::Broken)?;
             plain.advance(taken);
-            self.flush()?;
         }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<(), StreamEnd> {
-        while self.connection.wants_write() {
-            self.connection.write_tls(&mut self.outgoing).map_err(|_| StreamEnd::Broken)?;
-        }
-        Ok(())
     }
 
     /// The reason why TLS failed, as text for a log.
     pub fn failure(&self) -> String {
         use CertificateError::{
-            Expired, ExpiredContext, InvalidPurpose, InvalidPurposeContext, Revoked, UnknownIssuer,
+            Expired, ExpiredContext, InvalidPurpose, InvalidPurposeContext, Other, Revoked, UnknownIssuer,
         };
         let text = match &self.failure {
             Some(Error::NoCertificatesPresented) => "the client sent no certificate",
-            Some(Error::InvalidCertificate(UnknownIssuer)) => {
-                "the client's certificate is not signed by an authority in ca-cert.pem"
-            }
-            Some(Error::InvalidCertificate(Expired | ExpiredContext { .. })) => {
-                "the client's certificate has expired"
-            }
-            Some(Error::InvalidCertificate(Revoked)) => "the client's certificate is revoked",
-            Some(Error::InvalidCertificate(InvalidPurpose | InvalidPurposeContext { .. })) => {
-                "the extendedKeyUsage of the client's certificate lacks clientAuth"
-            }
-            Some(Error::InvalidCertificate(CertificateError::Other(other))) if other.0.is::<UsageError>() => {
-                return other.0.to_string();
-            }
+            Some(error @ Error::InvalidCertificate(reason)) => match reason {
+                UnknownIssuer => "the client's certificate is not signed by an authority in ca-cert.pem",
+                Expired | ExpiredContext { .. } => "the client's certificate has expired",
+                Revoked => "the client's certificate is revoked",
+                InvalidPurpose | InvalidPurposeContext { .. } => {
+                    "the extendedKeyUsage of the client's certificate lacks clientAuth"
+                }
+                Other(why) if why.0.is::<UsageError>() => return why.0.to_string(),
+                _ => return error.to_string(),
+            },
             Some(Error::AlertReceived(alert)) => {
                 return format!(
                     "the client sent the alert {alert:?}; check that it trusts the authority that signed server-cert.pem and connects to a name in that certificate"

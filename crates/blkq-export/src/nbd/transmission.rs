@@ -91,13 +91,11 @@ impl Transmission {
         if self.over {
             return Step::Violation;
         }
+        let skipped = input.len().min(self.skip as usize);
+        *input = &input[skipped..];
+        self.skip -= skipped as u32;
         if self.skip > 0 {
-            let skipped = input.len().min(self.skip as usize);
-            *input = &input[skipped..];
-            self.skip -= skipped as u32;
-            if self.skip > 0 {
-                return Step::Receive;
-            }
+            return Step::Receive;
         }
         assert!(self.payload == 0, "the payload of a write is taken first");
         let extended = self.session.replies == ReplyStyle::Extended;

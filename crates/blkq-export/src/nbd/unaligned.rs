@@ -161,7 +161,7 @@ impl OrderedInFlight {
 
 #[derive(Default)]
 pub(super) struct Unaligned {
-    lock: Arc<RangeLock>,
+    pub lock: Arc<RangeLock>,
     /// `None` until the source has started, and always if unaligned requests are not served.
     member: Option<Member>,
     writes: Slots<OrderedInFlight>,
@@ -192,10 +192,6 @@ impl Unaligned {
         let (handle, id) = (cx.handle().clone(), cx.id());
         // [`RangesChanged`] has no size, so the box allocates nothing.
         self.member = Some(self.lock.join(Arc::new(move || handle.send(id, Box::new(RangesChanged)))));
-    }
-
-    pub fn must_order(&self) -> bool {
-        self.lock.is_taken()
     }
 
     pub fn is_idle(&self) -> bool {
