@@ -1,36 +1,24 @@
 //! The requests of one engine that the block layer or a worker is processing, and those that wait for the worker.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 
 use blkq::trace::TraceClient;
 
 use super::contexts::ChosenContexts;
-use super::proto::Command;
-use super::reply::ReplyTo;
 use super::split::Part;
+use super::transmission::Request;
 
 /// A request, or a part of a split read, that the block layer or a worker is processing.
 #[derive(Clone, Copy)]
 pub(super) struct InFlight {
     pub connection: u32,
     pub client: TraceClient,
-    pub command: Command,
-    pub to: ReplyTo,
-    /// Length in bytes; of the part, if the read is split.
-    pub length: u64,
+    pub request: Request,
     pub part: Option<Part>,
 }
 
-impl InFlight {
-    /// The range in bytes of a request that is not split.
-    pub fn range(&self) -> Range<u64> {
-        self.to.offset..self.to.offset + self.length
-    }
-}
-
 pub(super) struct Query {
-    pub request: InFlight,
+    pub in_flight: InFlight,
     pub queue: usize,
     pub contexts: ChosenContexts,
     /// Maximum number of extents in each context.
@@ -50,7 +38,7 @@ pub(super) struct Queries {
 
 impl Queries {
     pub fn push(&mut self, query: Query) {
-        self.waiting.entry(query.request.connection).or_default().push_back(query);
+        self.waiting.entry(query.in_flight.connection).or_default().push_back(query);
     }
 
     /// Returns the query to start now; the caller resets `running` when the query has completed. Returns `None` if a

@@ -244,7 +244,7 @@ impl Requests {
             return self.submit(request, operation, range, data, shared, cx);
         }
         self.free(self.buffer_bytes(&request), shared);
-        let to = self.in_flight(&request).to;
+        let to = request.reply_to();
         match to_submit {
             Ok(_) => self.done(to),
             Err(error) => {
@@ -264,17 +264,17 @@ impl Requests {
 
     /// Submits parts of split reads, as many as may be in flight.
     pub fn begin_parts(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
-        while let Some((request, part, range)) = self.split.as_mut().and_then(|split| split.next()) {
-            let length = range.end - range.start;
-            let in_flight = InFlight { length, part: Some(part), ..self.in_flight(&request) };
+        while let Some((request, part)) = self.split.as_mut().and_then(|split| split.next()) {
+            let in_flight = InFlight { part: Some(part), ..self.in_flight(request) };
             self.busy += 1;
-            match shared.buffers.take(length as u32, cx.registrar()) {
+            match shared.buffers.take(part.length as u32, cx.registrar()) {
                 Some(buffer) => {
+                    let range = part.offset..part.offset + part.length;
                     let bio = bio(Operation::Read, BioFlags::empty(), &range, buffer.into());
                     self.submit_bio(in_flight, bio, shared, cx);
                 }
                 None => {
-                    self.free(BufferPool::size(length as u32), shared);
+                    self.free(BufferPool::size(part.length as u32), shared);
                     self.complete(in_flight, Err(Status::Resource), Data::None, shared);
                 }
             }
@@ -284,8 +284,8 @@ impl Requests {
     fn query_status(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         self.busy += 1;
         let extents_max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
-        let (request, contexts) = (self.in_flight(&request), self.contexts.clone());
-        shared.queries.push(Query { request, queue: self.queue, contexts, extents_max });
+        let (in_flight, contexts) = (self.in_flight(request), self.contexts.clone());
+        shared.queries.push(Query { in_flight, queue: self.queue, contexts, extents_max });
         shared.start_query(cx);
     }
 
@@ -294,7 +294,7 @@ impl Requests {
     pub fn cancel_queries(&mut self, has_client: bool, shared: &mut EngineShared) {
         for query in shared.queries.remove(self.slot) {
             match has_client {
-                true => self.complete_status(query.request, Err(NbdError::Shutdown)),
+                true => self.complete_status(query.in_flight, Err(NbdError::Shutdown)),
                 false => self.end_query(),
             }
         }
@@ -344,7 +344,7 @@ impl Requests {
         cx: &mut SourceContext<'_>,
     ) {
         self.busy += 1;
-        let (in_flight, queue, block) = (self.in_flight(&request), self.queue, self.block);
+        let (in_flight, queue, block) = (self.in_flight(request), self.queue, self.block);
         let mut flags = BioFlags::empty();
         // Clients may set FUA on each command, but it only affects commands that write.
         flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
@@ -362,34 +362,28 @@ impl Requests {
         shared.submissions.submit_for(cx, self.client, self.queue, Bio { user_data, ..bio });
     }
 
-    fn in_flight(&self, request: &Request) -> InFlight {
-        InFlight {
-            connection: self.slot,
-            client: self.client,
-            command: request.command,
-            to: ReplyTo { cookie: request.cookie, offset: request.offset },
-            length: request.length,
-            part: None,
-        }
+    fn in_flight(&self, request: Request) -> InFlight {
+        InFlight { connection: self.slot, client: self.client, request, part: None }
     }
 
     /// Handles a completed write that the range lock ordered.
-    pub fn complete_ordered(&mut self, request: InFlight, result: IoResult, shared: &mut EngineShared) {
-        self.free(self.block_bytes(request.command, &request.range()), shared);
-        self.complete(request, result, Data::None, shared);
+    pub fn complete_ordered(&mut self, write: InFlight, result: IoResult, shared: &mut EngineShared) {
+        self.free(self.block_bytes(write.request.command, &write.request.range()), shared);
+        self.complete(write, result, Data::None, shared);
     }
 
     /// Handles a request or part that completed, or for which there was no memory. An error of a part is reported in
     /// the last chunk, so a reply contains at most one.
-    pub fn complete(&mut self, request: InFlight, result: IoResult, data: Data, shared: &mut EngineShared) {
+    pub fn complete(&mut self, completed: InFlight, result: IoResult, data: Data, shared: &mut EngineShared) {
         self.busy -= 1;
-        let InFlight { command, to, length, .. } = request;
+        let InFlight { request, part, .. } = completed;
+        let (command, to) = (request.command, request.reply_to());
         // The result of the whole request; `None` if other parts have not completed.
-        let (offset, outcome) = match request.part {
-            None => (to.offset, Some(result)),
+        let (offset, length, outcome) = match part {
+            None => (request.offset, request.length, Some(result)),
             Some(part) => {
                 let split = self.split.as_mut().expect("it was split");
-                (part.offset, split.complete(part, result))
+                (part.offset, part.length, split.complete(part, result))
             }
         };
         match data.into_buffer() {
@@ -423,17 +417,18 @@ impl Requests {
     }
 
     /// Handles a query of metadata contexts that completed or was cancelled.
-    pub fn complete_status(&mut self, request: InFlight, contexts: Result<Vec<ContextStatus>, NbdError>) {
+    pub fn complete_status(&mut self, query: InFlight, contexts: Result<Vec<ContextStatus>, NbdError>) {
         self.end_query();
+        let to = query.request.reply_to();
         match contexts {
             // The device shrank since the client connected, and the whole range is beyond its end.
             Ok(contexts) if contexts.iter().any(|context| context.extents.is_empty()) => {
-                self.error(request.to, NbdError::Invalid);
+                self.error(to, NbdError::Invalid);
             }
             Ok(contexts) => {
-                self.replies.reply(|output| self.style.block_status(request.to, &contexts, output));
+                self.replies.reply(|output| self.style.block_status(to, &contexts, output));
             }
-            Err(error) => self.error(request.to, error),
+            Err(error) => self.error(to, error),
         }
     }
 

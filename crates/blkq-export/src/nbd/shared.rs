@@ -110,9 +110,9 @@ impl EngineShared {
 
     /// Starts the next query of metadata contexts on the engine's worker, unless one is running there.
     pub fn start_query(&mut self, cx: &mut SourceContext<'_>) {
-        let Some(Query { request, queue, contexts, extents_max }) = self.queries.start() else { return };
-        let range = request.range();
-        let index = self.in_flight.insert(request);
+        let Some(Query { in_flight, queue, contexts, extents_max }) = self.queries.start() else { return };
+        let range = in_flight.request.range();
+        let index = self.in_flight.insert(in_flight);
         let disk = cx.disk(queue).clone();
         // A panic of the driver in the query fails the request, as an error of the driver does.
         let query = AssertUnwindSafe(move || contexts.query(&disk, &range, extents_max).ok());

@@ -339,9 +339,9 @@ unsafe impl Source for NbdSource {
     }
 
     fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
-        let Some((request, connection)) = self.owner_of(user_data) else { return Ok(()) };
+        let Some((in_flight, connection)) = self.owner_of(user_data) else { return Ok(()) };
         let ConnectionStatus { id, peer, .. } = &*connection.status;
-        write!(text, "nbd client {id} ({peer}), cookie {:#x}", request.to.cookie)
+        write!(text, "nbd client {id} ({peer}), cookie {:#x}", in_flight.request.cookie)
     }
 
     fn is_abandoned(&self, user_data: u64) -> bool {

@@ -2,7 +2,6 @@
 //! part is a chunk of a structured reply, and the parts may complete in any order.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 use blkq::Status;
 
@@ -22,6 +21,8 @@ pub(super) struct Part {
     read: u64,
     /// Offset of the part on the device, in bytes.
     pub offset: u64,
+    /// Length of the part in bytes.
+    pub length: u64,
 }
 
 struct SplitRead {
@@ -57,20 +58,20 @@ impl SplitReads {
 
     /// Returns the next part to submit; the caller must call [`SplitReads::complete`] for it. Returns `None`
     /// if no part is left or the limit of parts in flight is reached.
-    pub fn next(&mut self) -> Option<(Request, Part, Range<u64>)> {
+    pub fn next(&mut self) -> Option<(Request, Part)> {
         if self.in_flight >= IN_FLIGHT_MAX {
             return None;
         }
         let number = *self.waiting.front()?;
         let read = self.reads.get_mut(number)?;
-        let end = read.request.range().end;
-        let range = read.next..end.min(read.next + PART_BYTES);
-        read.next = range.end;
-        if range.end == end {
+        let (offset, end) = (read.next, read.request.range().end);
+        let length = (end - offset).min(PART_BYTES);
+        read.next += length;
+        if read.next == end {
             self.waiting.pop_front();
         }
         self.in_flight += 1;
-        Some((read.request, Part { read: number, offset: range.start }, range))
+        Some((read.request, Part { read: number, offset, length }))
     }
 
     /// Returns the result of the read, which is the first error of a part, if this was its last part.
@@ -88,6 +89,8 @@ impl SplitReads {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
     use crate::nbd::proto::{Command, CommandFlags};
 
@@ -96,9 +99,13 @@ mod tests {
         Request { command: Command::Read, flags: CommandFlags::empty(), cookie: offset, offset, length }
     }
 
+    fn with_range(part: Part) -> (Part, Range<u64>) {
+        (part, part.offset..part.offset + part.length)
+    }
+
     fn begin(split: &mut SplitReads, range: Range<u64>) -> Vec<(Part, Range<u64>)> {
         split.begin(read(range));
-        std::iter::from_fn(|| split.next()).map(|(_, part, range)| (part, range)).collect()
+        std::iter::from_fn(|| split.next()).map(|(_, part)| with_range(part)).collect()
     }
 
     #[test]
@@ -134,7 +141,7 @@ mod tests {
             assert_eq!(range.start, part * PART_BYTES);
             let last = part == IN_FLIGHT_MAX as u64 || part == IN_FLIGHT_MAX as u64 + 2;
             assert_eq!(split.complete(completed, Ok(())), last.then_some(Ok(())));
-            begun.extend(split.next().map(|(_, part, range)| (part, range)));
+            begun.extend(split.next().map(|(_, part)| with_range(part)));
             assert!(split.next().is_none());
         }
         assert_eq!((begun.len(), split.reads.len(), split.in_flight), (0, 0, 0));

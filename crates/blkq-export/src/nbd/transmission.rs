@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, IntoBytes, TryFromBytes};
 
 use super::handshake::Session;
 use super::proto::*;
-use super::reply::ReplyStyle;
+use super::reply::{ReplyStyle, ReplyTo};
 
 /// A valid request: the command and flags are allowed, the range is aligned and inside the export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,6 +26,11 @@ impl Request {
     /// The range of the request in the export, in bytes.
     pub fn range(&self) -> std::ops::Range<u64> {
         self.offset..self.offset + self.length
+    }
+
+    /// The fields of the request that its reply repeats.
+    pub fn reply_to(&self) -> ReplyTo {
+        ReplyTo { cookie: self.cookie, offset: self.offset }
     }
 }
 

@@ -20,6 +20,7 @@ use crate::submissions::Slots;
 use super::in_flight::InFlight;
 use super::proto::Command;
 use super::ranges::{Member, RangeLock};
+use super::transmission::Request;
 
 /// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
 const ORDERED_BIT: u64 = 1 << 40;
@@ -296,9 +297,10 @@ impl Unaligned {
 /// Collects the ranges of all writes, trims and write zeroes in flight: disjoint and ordered by offset.
 fn find_writes(in_flight: &Slots<InFlight>, writes: &mut Vec<Range<u64>>) {
     writes.clear();
+    let requests = in_flight.iter().map(|one| one.request);
     let is_write =
-        |one: &&InFlight| matches!(one.command, Command::Write | Command::Trim | Command::WriteZeroes);
-    writes.extend(in_flight.iter().filter(is_write).map(InFlight::range));
+        |one: &Request| matches!(one.command, Command::Write | Command::Trim | Command::WriteZeroes);
+    writes.extend(requests.filter(is_write).map(|write| write.range()));
     writes.sort_unstable_by_key(|range| range.start);
     writes.dedup_by(|next, range| {
         let joined = next.start <= range.end;
@@ -318,7 +320,7 @@ fn overlaps(writes: &[Range<u64>], range: &Range<u64>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nbd::reply::ReplyTo;
+    use crate::nbd::proto::CommandFlags;
 
     #[test]
     fn blocks_around_and_within_a_range() {
@@ -340,9 +342,7 @@ mod tests {
         let in_flight = |command, offset, length| InFlight {
             connection: 0,
             client: TraceClient::NONE,
-            command,
-            to: ReplyTo { cookie: 0, offset },
-            length,
+            request: Request { command, flags: CommandFlags::empty(), cookie: 0, offset, length },
             part: None,
         };
         let read = table.insert(in_flight(Command::Read, 0, 8192));
