@@ -299,11 +299,6 @@ impl Listener {
         self.listen_address.tcp
     }
 
-    /// The name of the unix socket, if every user of this machine could connect to it when the server opened it.
-    pub fn open_to_all_users(&self) -> Option<String> {
-        self.listen_address.open_to_all.clone()
-    }
-
     /// The path of the unix socket on which the server listens, if any.
     pub fn unix_path(&self) -> Option<&Path> {
         self.listen_address.file.as_ref().map(|file| &*file.path)

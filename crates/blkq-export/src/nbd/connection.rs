@@ -240,7 +240,7 @@ impl Connection {
                 Next::Abort => self.closing = Closing::Drain,
                 Next::Close => self.end_after_violation(Reason::Handshake),
                 Next::Transmission(session) => {
-                    self.stream.forget_tls();
+                    self.stream.tls_offered = None;
                     let export = &exports[session.export];
                     shared.registry.establish(&self.status, &export.name);
                     self.requests.open(session, export, shared, cx);

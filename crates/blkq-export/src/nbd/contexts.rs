@@ -127,7 +127,7 @@ impl ChosenContexts {
                 1 => query_current_driver(disk, |driver| driver.extents(range.clone(), max))?
                     .into_iter()
                     .map(|Extent { length, hole, zero }| {
-                        let flags = u32::from(hole) * STATE_HOLE | u32::from(zero) * STATE_ZERO;
+                        let flags = (u32::from(hole) * STATE_HOLE) | (u32::from(zero) * STATE_ZERO);
                         StatusExtent { length, flags }
                     })
                     .collect(),

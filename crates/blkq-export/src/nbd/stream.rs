@@ -46,7 +46,7 @@ pub(super) struct Stream {
     pub sending: Outgoing,
     tls: Option<Box<Tls>>,
     /// The TLS state until TLS is in use.
-    tls_offered: Option<Box<Tls>>,
+    pub tls_offered: Option<Box<Tls>>,
     /// The client has started TLS. It is in use once the replies gathered so far were sent in plaintext.
     starts_tls: bool,
     /// A worker has the TLS state, and continues the handshake.
@@ -122,10 +122,6 @@ impl Stream {
     pub fn start_tls(&mut self) -> bool {
         self.starts_tls = self.tls_offered.is_some() && self.start == self.end;
         self.starts_tls
-    }
-
-    pub fn forget_tls(&mut self) {
-        self.tls_offered = None;
     }
 
     /// Queues close_notify, if TLS is in use.

@@ -101,7 +101,8 @@ impl OrderedInFlight {
         let OrderedWrite { ref range, block, operation, .. } = self.write;
         let (within, edges) = (blocks_within(range, block), edges(range, block));
         if !within.is_empty() && (operation == Operation::WriteZeroes || self.write.is_whole()) {
-            self.write_blocks(u64::from(key) | WRITE, within, operation, bios);
+            let data = std::mem::take(&mut self.write.data);
+            self.submit(u64::from(key) | WRITE, operation, within, data, bios);
         }
         for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
             let Some(edge) = edge else { continue };
@@ -113,11 +114,6 @@ impl OrderedInFlight {
                 None => self.result = Err(Status::Resource),
             }
         }
-    }
-
-    fn write_blocks(&mut self, id: u64, blocks: Range<u64>, operation: Operation, bios: &mut Bios) {
-        let data = std::mem::take(&mut self.write.data);
-        self.submit(id, operation, blocks, data, bios);
     }
 
     fn submit(&mut self, id: u64, operation: Operation, blocks: Range<u64>, data: Data, bios: &mut Bios) {
@@ -155,7 +151,8 @@ impl OrderedInFlight {
         }
         buffers.put(edge);
         if self.pending == 0 && self.result.is_ok() {
-            self.write_blocks(id | WRITE, blocks, Operation::Write, bios);
+            let data = std::mem::take(&mut self.write.data);
+            self.submit(id | WRITE, Operation::Write, blocks, data, bios);
         }
     }
 }

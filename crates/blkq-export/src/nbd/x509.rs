@@ -86,7 +86,7 @@ mod tests {
         let length = content.len();
         let head = match length {
             ..0x80 => vec![tag, length as u8],
-            ..0x100 => vec![tag, 0x81, length as u8],
+            0x80..0x100 => vec![tag, 0x81, length as u8],
             _ => vec![tag, 0x82, (length >> 8) as u8, length as u8],
         };
         [head, content.to_vec()].concat()

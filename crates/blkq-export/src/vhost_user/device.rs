@@ -73,7 +73,7 @@ impl VhostUserDevice {
             Some(path) => format!("vhost-user:{}", path.display()),
             None => "vhost-user on an inherited socket".to_owned(),
         };
-        let open_to_all = listener.open_to_all_users();
+        let open_to_all = listener.listen_address.open_to_all.clone();
         let shared = Arc::new(Shared {
             address: rustix::net::getsockname(&listener).ok(),
             registry: Registry::new(options.idle_event, options.report_event),
