@@ -34,22 +34,20 @@ bitflags! {
     }
 }
 
-/// `_IOC` of asm-generic/ioctl.h, for the type `u`.
-const fn ioc(direction: u32, number: u32, size: usize) -> u32 {
-    direction << 30 | (size as u32) << 16 | (b'u' as u32) << 8 | number
-}
-
-const fn control_read(number: u32) -> u32 {
-    ioc(2, number, size_of::<ControlCommand>())
-}
-
-const fn control_write(number: u32) -> u32 {
-    ioc(3, number, size_of::<ControlCommand>())
-}
+/// The type of the kernel's ioctl codes for ublk.
+const TYPE: u32 = b'u' as u32;
 
 /// `UBLK_U_CMD_*`: commands to /dev/ublk-control.
 pub mod command {
-    use super::{control_read, control_write};
+    use super::{ControlCommand, TYPE};
+
+    const fn control_read(number: u32) -> u32 {
+        libc::_IOR::<ControlCommand>(TYPE, number) as u32
+    }
+
+    const fn control_write(number: u32) -> u32 {
+        libc::_IOWR::<ControlCommand>(TYPE, number) as u32
+    }
 
     pub const GET_QUEUE_AFFINITY: u32 = control_read(0x01);
     pub const GET_DEV_INFO: u32 = control_read(0x02);
@@ -82,9 +80,9 @@ pub mod command {
 }
 
 /// `UBLK_U_IO_FETCH_REQ`: the server is ready for the first request of a tag.
-pub const FETCH: u32 = ioc(3, 0x20, size_of::<IoCommand>());
+pub const FETCH: u32 = libc::_IOWR::<IoCommand>(TYPE, 0x20) as u32;
 /// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`: completes the request of a tag, and makes the tag ready for the next.
-pub const COMMIT_AND_FETCH: u32 = ioc(3, 0x21, size_of::<IoCommand>());
+pub const COMMIT_AND_FETCH: u32 = libc::_IOWR::<IoCommand>(TYPE, 0x21) as u32;
 
 pub const QUEUE_DEPTH_MAX: u16 = 4096; // UBLK_MAX_QUEUE_DEPTH
 /// `ublksrv_ctrl_cmd.queue_id` of commands for a device as a whole.

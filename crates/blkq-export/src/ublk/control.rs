@@ -24,8 +24,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of creating and of starting a device, for which the kernel scans partitions. Some kernels never
 /// complete such a command: Linux 6.18.4, for one, whose driver is unusable from then on.
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time that the kernel waits for each queue to have an idle command when it quiesces a device.
-const QUIESCE_WAIT: Duration = Duration::from_secs(1);
 /// Timeout of stopping a device, which waits for the I/O in flight.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that removing a device waits for processes that have the character device open.
@@ -42,12 +40,22 @@ pub struct ControlDevice {
     pending: bool,
 }
 
-fn timeout(code: u32) -> Duration {
+/// The timeout of the command `code`, and what the command does, which completes the sentence "ublk cannot".
+fn facts(code: u32) -> (Duration, &'static str) {
     match code {
-        command::ADD_DEV | command::START_DEV | command::END_USER_RECOVERY => START_TIMEOUT,
-        command::STOP_DEV | command::TRY_STOP_DEV => STOP_TIMEOUT,
-        command::DEL_DEV => DELETE_TIMEOUT,
-        _ => ANSWER_TIMEOUT,
+        command::ADD_DEV => (START_TIMEOUT, "create a device"),
+        command::START_DEV => (START_TIMEOUT, "start a device"),
+        command::STOP_DEV | command::TRY_STOP_DEV => (STOP_TIMEOUT, "stop a device"),
+        command::DEL_DEV => (DELETE_TIMEOUT, "remove a device"),
+        command::START_USER_RECOVERY => (ANSWER_TIMEOUT, "take over a device"),
+        command::END_USER_RECOVERY => (START_TIMEOUT, "take over a device"),
+        command::QUIESCE_DEV => (ANSWER_TIMEOUT, "quiesce a device"),
+        command::UPDATE_SIZE => (ANSWER_TIMEOUT, "change the size of a device"),
+        command::SET_PARAMS => (ANSWER_TIMEOUT, "set the parameters of a device"),
+        command::GET_PARAMS => (ANSWER_TIMEOUT, "read the parameters of a device"),
+        command::GET_QUEUE_AFFINITY => (ANSWER_TIMEOUT, "read the CPUs of a queue"),
+        command::GET_FEATURES => (ANSWER_TIMEOUT, "read the features of the driver"),
+        _ => (ANSWER_TIMEOUT, "read the state of a device"),
     }
 }
 
@@ -117,8 +125,9 @@ impl ControlDevice {
         self.privileged
     }
 
-    /// Executes a command. The kernel reads `buffer`, writes it, or both, as the command demands.
-    fn call(&mut self, code: u32, id: u32, data: u64, buffer: &mut [u8]) -> io::Result<()> {
+    /// Executes a command. The kernel reads `buffer`, writes it, or both, as the command demands. Fails with the
+    /// kernel's error, or with [`io::ErrorKind::TimedOut`].
+    pub(super) fn call(&mut self, code: u32, id: u32, data: u64, buffer: &mut [u8]) -> io::Result<()> {
         if self.pending {
             // A new ring, so that the late completion is not taken for that of this command. The old ring is
             // leaked: closing it would keep a kernel worker busy until its command completes.
@@ -149,7 +158,7 @@ impl ControlDevice {
         // SAFETY: the file is open as long as the ring is. If the command does not complete in time, the
         // memory is leaked.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
-        match complete_one(&mut self.ring, timeout(code)) {
+        match complete_one(&mut self.ring, facts(code).0) {
             Ok(done) => done.map(|()| buffer.copy_from_slice(&memory[path.len()..])),
             Err(error) => {
                 // The kernel may still write to the memory.
@@ -158,6 +167,11 @@ impl ControlDevice {
                 Err(error)
             }
         }
+    }
+
+    /// As [`ControlDevice::call`], with an error that says what the command does.
+    pub(super) fn run(&mut self, code: u32, id: u32, data: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        self.call(code, id, data, buffer).map_err(|e| failed(code, e))
     }
 
     /// Waits again for a command without a buffer that did not complete in time. Fails with the kernel's
@@ -174,22 +188,14 @@ impl ControlDevice {
     /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
-        match self.call(command::GET_FEATURES, ANY_ID, 0, features.as_mut_bytes()) {
-            Ok(()) => Ok(Features::from_bits_retain(features)),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => {
-                Err(failed("read the features of the driver", e))
+        let read = self.call(command::GET_FEATURES, ANY_ID, 0, features.as_mut_bytes());
+        read.map(|()| Features::from_bits_retain(features)).map_err(|e| match e.kind() {
+            io::ErrorKind::TimedOut => failed(command::GET_FEATURES, e),
+            _ => {
+                let message = "ublk of this kernel is too old; boot Linux 6.5 or newer";
+                Error::new(ErrorKind::Unsupported, message)
             }
-            Err(_) => Err(Error::new(
-                ErrorKind::Unsupported,
-                "ublk of this kernel is too old; boot Linux 6.5 or newer",
-            )),
-        }
-    }
-
-    /// Creates a device. The kernel changes `info` to the values that it has chosen. Fails with the kernel's
-    /// error, or with [`io::ErrorKind::TimedOut`].
-    pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
-        self.call(command::ADD_DEV, info.dev_id, 0, info.as_mut_bytes())
+        })
     }
 
     /// The numbers of all devices, including those of other users, or the error of reading /sys.
@@ -215,7 +221,7 @@ impl ControlDevice {
         match answer {
             Ok(()) => Ok(Some(info)),
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(None),
-            Err(e) => Err(failed("read the state of a device", e)),
+            Err(e) => Err(failed(command::GET_DEV_INFO, e)),
         }
     }
 
@@ -223,31 +229,18 @@ impl ControlDevice {
     /// error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
-        self.call(command::GET_QUEUE_AFFINITY, id, queue.into(), &mut mask)
-            .map_err(|e| failed("read the CPUs of a queue", e))?;
+        self.run(command::GET_QUEUE_AFFINITY, id, queue.into(), &mut mask)?;
         let mut set = CpuSet::new();
         let has = |cpu: &usize| mask[cpu / 8] & 1 << (cpu % 8) != 0;
         (0..CpuSet::MAX_CPU).filter(has).for_each(|cpu| set.set(cpu));
         Ok(set)
     }
 
-    /// Sets the parameters of device `id`, which must not be started, or returns the kernel's error.
-    pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
-        let mut parameters = *parameters;
-        self.call(command::SET_PARAMS, id, 0, parameters.as_mut_bytes())
-            .map_err(|e| failed("set the parameters of a device", e))
-    }
-
     /// Reads the parameters of device `id`, or returns the kernel's error.
     pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
         let mut parameters = Parameters { len: size_of::<Parameters>() as u32, ..Parameters::default() };
-        self.call(command::GET_PARAMS, id, 0, parameters.as_mut_bytes())
-            .map_err(|e| failed("read the parameters of a device", e))?;
+        self.run(command::GET_PARAMS, id, 0, parameters.as_mut_bytes())?;
         Ok(parameters)
-    }
-
-    pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
-        self.call(command::START_DEV, id, pid.into(), &mut [])
     }
 
     /// Issues a command that stops or removes device `id`, or returns the kernel's error. A removal succeeds if
@@ -262,32 +255,6 @@ impl ControlDevice {
             Err(e) if code == command::DEL_DEV && e.kind() == io::ErrorKind::TimedOut => Ok(()),
             done => done,
         }
-    }
-
-    /// Begins to take over device `id`, whose server has exited. Fails with [`ErrorKind::Busy`] while the old
-    /// server is still exiting, and with the kernel's error.
-    pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
-        self.call(command::START_USER_RECOVERY, id, 0, &mut []).map_err(|e| failed("take over a device", e))
-    }
-
-    /// Completes the takeover: this process serves device `id` from now on. Fails with the kernel's error.
-    pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
-        self.call(command::END_USER_RECOVERY, id, std::process::id().into(), &mut [])
-            .map_err(|e| failed("take over a device", e))
-    }
-
-    /// Makes new requests of device `id` wait until another process serves the device, and cancels the idle
-    /// commands of this process ([`Features::QUIESCE`]). Fails with the kernel's error, for example if a
-    /// queue has no idle command for a second.
-    pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
-        let wait_ms = QUIESCE_WAIT.as_millis() as u64;
-        self.call(command::QUIESCE_DEV, id, wait_ms, &mut []).map_err(|e| failed("quiesce a device", e))
-    }
-
-    /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]), or returns the kernel's error.
-    pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
-        self.call(command::UPDATE_SIZE, id, sectors, &mut [])
-            .map_err(|e| failed("change the size of a device", e))
     }
 }
 
@@ -307,12 +274,13 @@ pub(super) fn not_added(error: io::Error) -> Error {
         Some(libc::EPERM) => {
             Error::system("cannot create a ublk device", error).with_hint("run this as root")
         }
-        _ => failed("create a device", error),
+        _ => failed(command::ADD_DEV, error),
     }
 }
 
-/// The error of a command; `what` completes the sentence "ublk cannot".
-pub(super) fn failed(what: &str, error: io::Error) -> Error {
+/// The error of the command `code`.
+pub(super) fn failed(code: u32, error: io::Error) -> Error {
+    let what = facts(code).1;
     if error.kind() == io::ErrorKind::TimedOut {
         let message = format!("ublk cannot {what}: the kernel does not answer; see its log (dmesg)");
         return Error::new(ErrorKind::System, message);

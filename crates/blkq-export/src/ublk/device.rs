@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use blkq::sync::{Mutex, MutexGuard, lock};
 use blkq::{Disk, EngineHandle, Error, ErrorKind, Source, SourceId};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities, set_capabilities};
+use zerocopy::IntoBytes;
 
 use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX, command};
 use super::control::{ControlDevice, character_path};
@@ -28,6 +29,8 @@ const NODE_TIMEOUT: Duration = Duration::from_secs(5);
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time that a server that hands its device over may take to complete its requests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time that the kernel waits for each queue to have an idle command when it quiesces a device.
+const QUIESCE_WAIT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The options of a new device.
@@ -118,7 +121,7 @@ impl UblkDevice {
         let depth = disk.settings().depth.min(QUEUE_DEPTH_MAX);
         let buffers = has_kernel_buffers(engines, depth.div_ceil(threads_per_queue));
         let (copy, because) = CopyMode::choose(copy, kernel, control.is_privileged(), buffers, &limits)?;
-        let parameters = parameters(&limits, copy)?;
+        let mut parameters = parameters(&limits, copy)?;
         let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE | Features::QUIESCE;
         let recovery = if recoverable { recovery } else { Features::empty() };
         let requested = match control.is_privileged() {
@@ -138,20 +141,20 @@ impl UblkDevice {
         let device = UblkDevice::new(kernel, info, threads_per_queue, because, setup, users);
         // A user other than root cannot use the device before udev has given the node to that user, so the
         // node is opened first.
-        let started = open_node(&character_path(info.dev_id))
-            .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
-            .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
-            .and_then(|()| lock(&device.setup).start(&info).map_err(|e| device.explain(e)))
-            .and_then(|()| device.wait_for_node());
-        match started {
-            Ok(()) => Ok(device),
-            Err(error) => {
-                // `error` is the cause. A failure of the clean-up would hide it.
-                let mut issue = |command| control.issue(command, info.dev_id);
-                let _ = issue_commands(&mut issue, &[command::STOP_DEV]).and_then(|()| device.delete(issue));
-                Err(error)
-            }
+        let start = || {
+            let file = open_node(&character_path(info.dev_id))?;
+            control.run(command::SET_PARAMS, info.dev_id, 0, parameters.as_mut_bytes())?;
+            device.serve(&mut control, file, engines, partscan, failure_event)?;
+            lock(&device.setup).start(&info).map_err(|e| device.explain(e))?;
+            device.wait_for_node()
+        };
+        if let Err(error) = start() {
+            // `error` is the cause. A failure of the clean-up would hide it.
+            let mut issue = |command| control.issue(command, info.dev_id);
+            let _ = issue_commands(&mut issue, &[command::STOP_DEV]).and_then(|()| device.delete(issue));
+            return Err(error);
         }
+        Ok(device)
     }
 
     /// Takes over the device `identity`, whose server has exited or is exiting. The kernel reissues the
@@ -202,11 +205,15 @@ impl UblkDevice {
             return mismatch("the image is smaller than the device; enlarge it to the size of the device");
         }
         let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
-        poll(TAKE_OVER_TIMEOUT, || control.start_recovery(identity.id), is_busy)?;
+        // The kernel answers EBUSY while the old server is still exiting.
+        let begin = || control.run(command::START_USER_RECOVERY, identity.id, 0, &mut []);
+        poll(TAKE_OVER_TIMEOUT, begin, is_busy)?;
         let device = UblkDevice::new(kernel, info, threads_per_queue, None, setup, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
-        control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
+        control
+            .run(command::END_USER_RECOVERY, identity.id, std::process::id().into(), &mut [])
+            .map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
@@ -372,9 +379,10 @@ impl UblkDevice {
     /// Prepares for the exit of this process. New requests wait in the kernel if it can do that (Linux 6.16).
     /// Requests at `disk` that do not complete within 5 s are reissued to the next server.
     pub fn quiesce(&self, disk: &Disk) {
-        let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
-            && ControlDevice::open().and_then(|mut control| control.quiesce(self.info.dev_id)).is_ok();
-        if quiesced {
+        let (id, wait_ms) = (self.info.dev_id, QUIESCE_WAIT.as_millis() as u64);
+        let quiesce = |mut control: ControlDevice| control.run(command::QUIESCE_DEV, id, wait_ms, &mut []);
+        if self.info.flags & Features::QUIESCE.bits() != 0 && ControlDevice::open().and_then(quiesce).is_ok()
+        {
             let is_idle = || (disk.stats().in_flight == [0; 2]).then_some(()).ok_or(());
             let _ = poll(ANSWER_TIMEOUT, is_idle, |()| true);
         }
@@ -411,7 +419,7 @@ impl UblkDevice {
     /// Sets the size in bytes. Fails as [`UblkDevice::check_resizable`] does, and with the kernel's error.
     pub fn resize(&self, bytes: u64) -> Result<(), Error> {
         self.check_resizable()?;
-        ControlDevice::open()?.update_size(self.info.dev_id, bytes >> 9)
+        ControlDevice::open()?.run(command::UPDATE_SIZE, self.info.dev_id, bytes >> 9, &mut [])
     }
 
     /// Makes the kernel reject or accept writes. Fails with [`ErrorKind::Unsupported`] if the device was

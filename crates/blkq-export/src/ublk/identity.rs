@@ -110,14 +110,13 @@ pub(super) fn issue_commands(
     commands: &[u32],
 ) -> Result<(), Error> {
     commands.iter().try_for_each(|command| {
-        let what = if *command == command::DEL_DEV { "remove a device" } else { "stop a device" };
         issue(*command).map_err(|e| match e.kind() {
             io::ErrorKind::TimedOut if *command != command::DEL_DEV => Error::new(
                 ErrorKind::System,
                 "ublk: the device does not stop, because I/O in flight does not complete; try again when the storage \
                  of the image responds",
             ),
-            _ => failed(what, e),
+            _ => failed(*command, e),
         })
     })
 }

@@ -17,6 +17,7 @@ use std::time::Duration;
 use blkq::Error;
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::process::{Signal, set_parent_process_death_signal};
+use zerocopy::IntoBytes;
 
 use super::abi::{DeviceInfo, command};
 use super::child;
@@ -80,20 +81,21 @@ impl SetupProcess {
         })
     }
 
-    /// As [`ControlDevice::add`], with its error as the source.
+    /// Creates a device. The kernel changes `info` to the values that it has chosen. Fails with the kernel's
+    /// error.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
         *info = self.ask(command::ADD_DEV, *info).map_err(not_added)?;
         Ok(())
     }
 
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
-        self.ask(command::START_DEV, *info).map(|_| ()).map_err(|e| failed("start a device", e))
+        self.ask(command::START_DEV, *info).map(drop).map_err(|e| failed(command::START_DEV, e))
     }
 
     /// As [`ControlDevice::issue`]; also fails with [`io::ErrorKind::TimedOut`].
     pub(super) fn issue(&mut self, what: u32, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
-        self.ask(what, info).map(|_| ())
+        self.ask(what, info).map(drop)
     }
 }
 
@@ -141,9 +143,9 @@ fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinishe
 
 fn execute(control: &mut ControlDevice, what: u32, server: u32, info: &mut DeviceInfo) -> io::Result<()> {
     match what {
-        command::ADD_DEV => control.add(info),
+        command::ADD_DEV => control.call(command::ADD_DEV, info.dev_id, 0, info.as_mut_bytes()),
         command::START_DEV => while_server_runs(server, || {
-            control.start(info.dev_id, server)?;
+            control.call(command::START_DEV, info.dev_id, server.into(), &mut [])?;
             remove_scheduler(info.dev_id);
             Ok(())
         }),
