@@ -35,7 +35,6 @@ impl Descriptors {
     }
 
     /// Reads the request of `tag`. The command of the tag must have completed.
-    #[inline]
     pub fn read(&self, tag: u16) -> IoDescriptor {
         assert!(tag < self.depth);
         // SAFETY: the descriptor is inside the mapping, which exists as long as `self`. The kernel wrote the

@@ -108,7 +108,6 @@ struct Slot {
 
 impl Slot {
     /// Counts a request of at most [`FRONT_BYTES`], and registers the front of the buffer at the second one.
-    #[inline]
     fn register_front(&mut self, cx: &mut SourceContext<'_>) {
         match (self.front_requests, &mut self.buffer) {
             (0, _) => self.front_requests = 1,

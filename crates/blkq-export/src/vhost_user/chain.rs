@@ -48,29 +48,24 @@ impl Chain {
         Chain { buffers: Vec::with_capacity(256), readable: 0 }
     }
 
-    #[inline]
     pub fn readable(&self) -> &[Buffer] {
         &self.buffers[..self.readable]
     }
 
-    #[inline]
     pub fn writable(&self) -> &[Buffer] {
         &self.buffers[self.readable..]
     }
 
     /// The number of buffers, which is the number of descriptors that were read for them.
-    #[inline]
     pub fn descriptors(&self) -> usize {
         self.buffers.len()
     }
 
-    #[inline]
     pub(super) fn clear(&mut self) {
         self.buffers.clear();
         self.readable = 0;
     }
 
-    #[inline]
     pub(super) fn push(&mut self, head: u16, buffer: Buffer, flags: u16) -> Result<(), RingError> {
         if buffer.length == 0 {
             return Err(RingError::EmptyBuffer { head });

@@ -78,7 +78,6 @@ impl RingParts {
     }
 
     /// Adds the buffers of `descriptor`, which is in the chain of `head`. Returns whether it ends the chain.
-    #[inline]
     pub fn read(&mut self, head: u16, descriptor: &Descriptor, chain: &mut Chain) -> Result<bool, RingError> {
         if descriptor.has(DESCRIPTOR_INDIRECT) {
             return self.read_indirect(head, descriptor, chain).map(|()| true);
@@ -145,24 +144,20 @@ pub struct Descriptor {
 
 impl Descriptor {
     /// Decodes the two words of a descriptor of a split ring.
-    #[inline]
     pub fn split(address: u64, high: u64) -> Descriptor {
         Descriptor { address, length: high as u32, flags: (high >> 32) as u16, next: (high >> 48) as u16 }
     }
 
-    #[inline]
     pub fn has(&self, flag: u16) -> bool {
         self.flags & flag != 0
     }
 
-    #[inline]
     pub fn buffer(&self) -> Buffer {
         Buffer { address: self.address, length: self.length }
     }
 }
 
 /// Whether an index that moves from `old` to `new` passes `event` (virtio 1.2, 2.7.7.1).
-#[inline]
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

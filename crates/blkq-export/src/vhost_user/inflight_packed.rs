@@ -58,7 +58,6 @@ impl Position {
         self.index | if self.wrap { 0x8000 } else { 0 }
     }
 
-    #[inline]
     pub fn advance(&mut self, slots: u16, size: u16) {
         self.index += slots;
         if self.index >= size {

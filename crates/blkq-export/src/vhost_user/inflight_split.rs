@@ -88,14 +88,12 @@ impl SplitInflight {
         Ok(chains)
     }
 
-    #[inline]
     pub fn take(&mut self, head: u16) {
         self.area.store_u64(record(head) + COUNTER, self.counter, Relaxed);
         self.area.store_u8(record(head) + MARK, 1, Release);
         self.counter = self.counter.wrapping_add(1);
     }
 
-    #[inline]
     pub fn complete(&mut self, head: u16) {
         self.area.store_u16(record(head) + NEXT, self.last_batch, Relaxed);
         self.area.store_u16(LAST_BATCH, head, Release);
@@ -104,7 +102,6 @@ impl SplitInflight {
     }
 
     /// Clears the marks of the batch. Must be called after `used`, the new used index, was published.
-    #[inline]
     pub fn commit(&mut self, used: u16) {
         for head in self.batch.drain(..) {
             self.area.store_u8(record(head) + MARK, 0, Release);

@@ -161,12 +161,10 @@ impl GuestMemory {
     }
 
     /// Whether the file of a mapped region was truncated. The rings that use the table must then stop.
-    #[inline]
     pub fn is_broken(&self) -> bool {
         self.regions.iter().any(|region| region.mapping.is_broken())
     }
 
-    #[inline]
     fn find(&self, cursor: &mut Cursor, address: u64) -> Option<(&Region, u64)> {
         if let Some(region) = self.regions.get(cursor.0)
             && let Some(offset) = address.checked_sub(region.guest_start)
@@ -183,7 +181,6 @@ impl GuestMemory {
 
     /// The first contiguous part of the `bytes` bytes (at least 1) from guest address `address` on. It ends
     /// at the latest where a region or a registration ends. `None` if the address is not guest memory.
-    #[inline]
     pub fn span(&self, cursor: &mut Cursor, address: u64, bytes: u32) -> Option<Span<'_>> {
         let (region, offset) = self.find(cursor, address)?;
         let mut bytes = u64::from(bytes).min(region.length - offset);
@@ -198,7 +195,6 @@ impl GuestMemory {
     }
 
     /// Copies `N` bytes from guest address `address` on. Each byte is read once.
-    #[inline]
     pub fn load<const N: usize>(&self, cursor: &mut Cursor, address: u64) -> Option<[u8; N]> {
         let span = self.span(cursor, address, N as u32)?;
         if let Some(bytes) = span.load(0) {
@@ -209,20 +205,17 @@ impl GuestMemory {
     }
 
     /// Returns false if a part is not guest memory; `bytes` may then be filled in part.
-    #[inline]
     pub fn read(&self, cursor: &mut Cursor, address: u64, bytes: &mut [u8]) -> bool {
         self.for_each_span(cursor, address, bytes.len(), |span, part| span.copy_to(&mut bytes[part]))
     }
 
     /// Returns false if a part is not guest memory; `bytes` may then be written in part.
-    #[inline]
     pub fn write(&self, cursor: &mut Cursor, address: u64, bytes: &[u8]) -> bool {
         self.for_each_span(cursor, address, bytes.len(), |span, part| span.copy_from(&bytes[part]))
     }
 
     /// Calls `copy` with each contiguous part of the memory from `address` on, and with its place in the
     /// `bytes` bytes. Returns false if a part is not guest memory.
-    #[inline]
     fn for_each_span(
         &self,
         cursor: &mut Cursor,
@@ -270,19 +263,16 @@ impl Span<'_> {
     }
 
     /// The address of the first byte. The guest may write to the memory at any time.
-    #[inline]
     pub fn start(self) -> NonNull<u8> {
         self.start
     }
 
     /// Length in bytes, at least 1.
-    #[inline]
     #[allow(clippy::len_without_is_empty, reason = "a span is never empty")]
     pub fn len(self) -> u32 {
         self.bytes
     }
 
-    #[inline]
     pub fn segment(self) -> Segment {
         match self.registration {
             Some(memory) => Segment::registered(self.start.as_ptr(), self.bytes, memory),
@@ -291,7 +281,6 @@ impl Span<'_> {
     }
 
     /// Copies `N` bytes from `offset` on, each once; `None` if the span does not contain all of them.
-    #[inline]
     pub fn load<const N: usize>(self, offset: u32) -> Option<[u8; N]> {
         let left = self.bytes.checked_sub(offset)?;
         if (left as usize) < N {
@@ -305,7 +294,6 @@ impl Span<'_> {
     }
 
     /// Reads each byte once, so that a checked value cannot change afterwards.
-    #[inline]
     pub fn copy_to(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.bytes as usize);
         let start = self.start.as_ptr();
@@ -321,7 +309,6 @@ impl Span<'_> {
         }
     }
 
-    #[inline]
     pub fn copy_from(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.bytes as usize);
         let start = self.start.as_ptr();

@@ -117,14 +117,12 @@ impl PackedRing {
         self.parts.descriptors.store_u16(flags_at(index), flags, Ordering::Release);
     }
 
-    #[inline]
     fn available(&self) -> Option<u16> {
         // Acquire: the driver writes the flags of the first descriptor last, after the whole chain.
         let flags = self.load_flags(self.next.index, Ordering::Acquire);
         (flags & (AVAILABLE | USED) == available_bits(self.next.wrap)).then_some(flags)
     }
 
-    #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         let Some(mut flags) = self.available() else { return Ok(None) };
         chain.clear();
@@ -165,13 +163,11 @@ impl PackedRing {
         recovered.descriptors.iter().try_for_each(read)
     }
 
-    #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         self.unpublished.push((head, written));
     }
 
     /// Returns the number of published descriptors.
-    #[inline]
     pub fn publish(&mut self) -> u16 {
         if self.unpublished.is_empty() {
             return 0;

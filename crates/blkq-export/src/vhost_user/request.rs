@@ -91,19 +91,16 @@ impl Parser {
         }
     }
 
-    #[inline]
     pub fn recycle(&mut self, data: Data) {
         self.segments.recycle(data);
     }
 
-    #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
         memory.write(&mut self.cursor, address, &[status])
     }
 
     /// Fails if the header or status byte is missing, or a buffer is not guest memory: the ring must then
     /// stop.
-    #[inline]
     pub fn parse(&mut self, chain: &Chain, memory: &Arc<GuestMemory>) -> Result<BlockRequest, RingError> {
         let header: [u8; HEADER_BYTES] = match chain.readable().first() {
             Some(first) if first.length as usize >= HEADER_BYTES => {

@@ -83,7 +83,6 @@ impl Ring {
 
     /// Takes the next chain into `chain`, and returns its head; `None` if there is none. The error is the
     /// rule that the driver broke: afterwards, only chains in flight can complete.
-    #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         let head = if let Some(recovered) = self.recovered.pop() {
             either!(&mut self.kind, ring => ring.read_recovered(&recovered, chain))?;
@@ -100,20 +99,17 @@ impl Ring {
 
     /// Adds a chain, of which the device has written `written` bytes. The driver sees it after
     /// [`Ring::publish`]. Panics if the chain is not in flight.
-    #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
         assert!(was, "a chain completes only once");
         either!(&mut self.kind, ring => ring.push_used(head, written));
     }
 
-    #[inline]
     pub fn has_recovered(&self) -> bool {
         !self.recovered.is_empty()
     }
 
     /// Publishes the used chains. Returns whether the driver must be called.
-    #[inline]
     pub fn publish(&mut self) -> bool {
         let count = either!(&mut self.kind, ring => ring.publish());
         if count == 0 {
@@ -126,7 +122,6 @@ impl Ring {
     }
 
     /// Asks for a kick at the next chain. Returns whether a chain is available already: it may cause no kick.
-    #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         either!(&mut self.kind, ring => ring.ask_for_kick());
         // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
@@ -141,7 +136,6 @@ impl Ring {
     }
 
     /// Whether the file of the ring, of guest memory or of the record was truncated. The ring must then stop.
-    #[inline]
     pub fn is_broken(&self) -> bool {
         self.memory.is_broken() || self.record.as_ref().is_some_and(|mapping| mapping.is_broken())
     }

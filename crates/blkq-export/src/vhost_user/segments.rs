@@ -36,7 +36,6 @@ unsafe impl SegmentOwner for GuestSegments {
 impl GuestSegments {
     /// Replaces the segments by the `bytes` bytes of `buffers` that follow the first `skip`. Returns all
     /// addresses and lengths of the segments, combined by OR.
-    #[inline]
     fn fill(
         &mut self,
         memory: &Arc<GuestMemory>,
@@ -75,7 +74,6 @@ impl GuestSegments {
         Ok(unaligned)
     }
 
-    #[inline]
     fn registered_pieces(&self) -> usize {
         let Some(first) = self.segments.first().filter(|first| first.is_registered()) else { return 0 };
         let together = self.segments.iter().all(|other| other.same_registration(first));
@@ -83,7 +81,6 @@ impl GuestSegments {
     }
 
     /// Adds a segment, or extends the last one if both are adjacent and have the same registration.
-    #[inline]
     fn push(&mut self, segment: Segment) {
         if let Some(last) = self.segments.last_mut()
             && last.ptr.addr().wrapping_add(last.len as usize) == segment.ptr.addr()
@@ -118,7 +115,6 @@ pub struct Gathered {
 impl SegmentPool {
     /// Collects the segments of `bytes` bytes (at least 1) after the first `skip`, which `buffers` must
     /// contain. Fails with [`RingError::BufferUnmapped`] if a byte is not guest memory.
-    #[inline]
     pub fn gather(
         &mut self,
         memory: &Arc<GuestMemory>,
@@ -145,14 +141,12 @@ impl SegmentPool {
         }
     }
 
-    #[inline]
     pub fn recycle(&mut self, data: Data) {
         if let Data::Segments(owner) = data {
             self.keep(owner);
         }
     }
 
-    #[inline]
     fn keep(&mut self, mut owner: Box<Box<dyn SegmentOwner>>) {
         let Some(room) = segments_of(&mut owner).map(|it| it.segments.capacity()) else { return };
         let total = self.idle_segments + room;
@@ -168,7 +162,6 @@ fn fresh() -> Box<Box<dyn SegmentOwner>> {
     Box::new(Box::new(GuestSegments::default()))
 }
 
-#[inline]
 #[allow(clippy::borrowed_box, reason = "what a bio carries")]
 fn segments_of(owner: &mut Box<Box<dyn SegmentOwner>>) -> Option<&mut GuestSegments> {
     let owner: &mut dyn Any = &mut ***owner;

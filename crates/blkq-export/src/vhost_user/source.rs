@@ -315,7 +315,6 @@ impl VringSource {
         }
     }
 
-    #[inline]
     fn complete_bio(&mut self, number: u64, result: IoResult) {
         let Some(slot) = self.slots.get_mut(number) else { return };
         if slot.result == S_OK {

@@ -53,7 +53,6 @@ impl SplitRing {
         Ok(recovered.unwrap_or_default())
     }
 
-    #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         if !self.is_available() {
             return Ok(None);
@@ -79,7 +78,6 @@ impl SplitRing {
     }
 
     /// Whether there is another chain. Acquire: the driver writes the chain and its entry before the index.
-    #[inline]
     pub fn is_available(&mut self) -> bool {
         if self.seen == self.next {
             self.seen = self.parts.driver.load_u16(INDEX, Ordering::Acquire);
@@ -88,7 +86,6 @@ impl SplitRing {
     }
 
     /// Reads the chain of `head`, which is less than the ring's size, into `chain`.
-    #[inline]
     fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
         chain.clear();
         let mut index = head;
@@ -109,7 +106,6 @@ impl SplitRing {
         Err(RingError::ChainLoop { head })
     }
 
-    #[inline]
     pub fn push_used(&mut self, Head { index: head, .. }: Head, written: u32) {
         let at = ENTRIES_AT + self.entry(self.used_next) * 8;
         self.parts.device.store_u32(at, u32::from(head), Ordering::Relaxed);
@@ -121,7 +117,6 @@ impl SplitRing {
     }
 
     /// Returns the number of published chains.
-    #[inline]
     pub fn publish(&mut self) -> u16 {
         let new = self.used_next;
         let count = new.wrapping_sub(self.published);
@@ -137,7 +132,6 @@ impl SplitRing {
     }
 
     /// Whether the driver must be called for the last `count` published chains.
-    #[inline]
     pub fn needs_call(&self, count: u16) -> bool {
         let RingParts { driver, size, event_idx, .. } = &self.parts;
         if *event_idx {
