@@ -26,8 +26,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::abi::DeviceInfo;
-use super::child;
-use super::child_socket::{ServerEnd, receive, reply};
+use super::child::{self, ServerEnd, receive, reply};
 use super::usage::{self, Use};
 use crate::event::signal;
 
@@ -78,18 +77,17 @@ impl IdleWatch {
         idle: &OwnedFd,
         confine: impl FnOnce() -> bool,
     ) -> io::Result<IdleWatch> {
-        let (socket, other) = ServerEnd::pair(TASK, ANSWER_TIMEOUT)?;
         let server = std::process::id();
-        let body = |[socket, idle]: [OwnedFd; 2]| {
+        let body = |socket| {
             // If the server has exited before this line, another process is the parent.
             if child::is_child_of(server) && confine() {
-                let (socket, nodes) = (socket.into(), None);
-                Watch { directory, server, socket, idle, nodes, paused: false, used: false }.run()?;
+                Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }.run()?;
             }
             Ok(())
         };
         // SAFETY: as the caller guarantees.
-        unsafe { child::fork(child::IDLE_NAME, [other.into(), idle.try_clone()?], body) }?;
+        let socket =
+            unsafe { ServerEnd::fork(child::IDLE_NAME, (TASK, ANSWER_TIMEOUT), &[idle.as_fd()], body) }?;
         Ok(IdleWatch { socket, on: false })
     }
 
@@ -145,7 +143,7 @@ struct Watch<'a> {
     /// Process ID of the server, which does not count as a user.
     server: u32,
     socket: UnixStream,
-    idle: OwnedFd,
+    idle: &'a OwnedFd,
     /// The watched nodes; `None` while watching is off.
     nodes: Option<Nodes>,
     paused: bool,
@@ -186,7 +184,7 @@ impl Watch<'_> {
                 Use::Unused => {
                     let rest = IDLE_INTERVAL.saturating_sub(last_event.elapsed());
                     if rest.is_zero() {
-                        signal(&self.idle);
+                        signal(self.idle);
                     }
                     Some(if rest.is_zero() { IDLE_INTERVAL } else { rest })
                 }
@@ -219,8 +217,7 @@ impl Watch<'_> {
     /// Executes the next request. Fails if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
         let request = receive(&mut self.socket)?;
-        let path =
-            self.directory.join(format!("ublkb{}", request.info.dev_id)).to_string_lossy().into_owned();
+        let path = self.directory.join(format!("ublkb{}", request.info.dev_id)).display().to_string();
         let mut done = Ok(());
         match request.what {
             ON => {

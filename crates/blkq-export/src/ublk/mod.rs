@@ -3,19 +3,17 @@
 //! - `abi` declares the kernel's interface, and `control` sends commands to its control device.
 //! - `parameters` translates the limits of a disk for the kernel.
 //! - `copy` chooses which side copies the data of requests.
-//! - `source` serves a queue on an engine, and `descriptors` maps the requests that the kernel writes.
+//! - `source` serves a queue on an engine.
 //! - `device` creates, starts, takes over, stops and removes a device; `identity` finds one without a server.
 //! - `setup` is a process that issues the commands that may hang, and `idle` one that detects when the device
-//!   has no users. `child` forks both, they receive requests from a `child_socket`, and `usage` finds users.
+//!   has no users. `child` forks both and sends them requests, and `usage` finds users.
 //! - [`process`] prepares a process to serve a block device.
 
 #[cfg_attr(fuzz_interface, allow(missing_docs, reason = "private but for fuzz targets"))]
 mod abi;
 mod child;
-mod child_socket;
 mod control;
 mod copy;
-mod descriptors;
 mod device;
 mod identity;
 mod idle;

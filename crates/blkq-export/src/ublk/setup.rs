@@ -10,7 +10,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -20,8 +20,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use zerocopy::IntoBytes;
 
 use super::abi::{DeviceInfo, command};
-use super::child;
-use super::child_socket::{Request, ServerEnd, receive, reply};
+use super::child::{self, Request, ServerEnd, receive, reply};
 use super::control::{ControlDevice, START_TIMEOUT, complete_one, failed, not_added};
 
 /// How much longer the server waits for a reply than the process waits for the kernel.
@@ -51,11 +50,8 @@ impl SetupProcess {
     /// This process must have only one thread: the new process contains only a copy of the forking thread,
     /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
-        let failure = |e| Error::system("cannot start the process that controls the ublk device", e);
-        let (socket, other) = ServerEnd::pair(TASK, START_TIMEOUT + SLACK).map_err(failure)?;
         let server = std::process::id();
-        let body = |[socket]: [OwnedFd; 1]| {
-            let mut socket = UnixStream::from(socket);
+        let body = |mut socket: UnixStream| {
             if confine() {
                 let mut unfinished = None;
                 while serve(&mut socket, server, &mut unfinished).is_ok() {}
@@ -63,7 +59,9 @@ impl SetupProcess {
             Ok(())
         };
         // SAFETY: the caller guarantees that there are no other threads.
-        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(failure)?;
+        let forked = unsafe { ServerEnd::fork(c"blkq-setup", (TASK, START_TIMEOUT + SLACK), &[], body) };
+        let socket =
+            forked.map_err(|e| Error::system("cannot start the process that controls the ublk device", e))?;
         Ok(SetupProcess { socket, silent: false })
     }
 
@@ -194,10 +192,11 @@ fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<
 #[cfg(test)]
 mod tests {
     use std::io::Read;
+    use std::os::fd::OwnedFd;
     use std::time::Instant;
 
     use super::*;
-    use crate::ublk::child_socket::EXIT_TIMEOUT;
+    use crate::ublk::child::EXIT_TIMEOUT;
 
     fn setup_process() -> (SetupProcess, UnixStream) {
         let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
@@ -241,7 +240,7 @@ mod tests {
         // SAFETY: the child runs only the code of the setup process, which takes no lock that another thread
         // may hold.
         let setup = unsafe { SetupProcess::fork(|| true) }.unwrap();
-        let mut socket = setup.socket.try_clone().unwrap();
+        let mut socket = setup.socket.stream.try_clone().unwrap();
         drop(setup);
         socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         assert_eq!(socket.read(&mut [0]).unwrap(), 0, "its side of the socket is the last that it closes");

@@ -14,6 +14,7 @@ mod tests;
 use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, OnceLock};
 
 use blkq::trace::TraceClient;
@@ -22,16 +23,18 @@ use blkq::{
     Sector, Source, SourceContext,
 };
 use io_uring::{opcode, types};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
 use crate::event::signal;
+use crate::mapping::page_bytes;
 use crate::submissions::Submissions;
 
-use super::abi::{self, IoCommand, IoDescriptor};
+use super::abi::{self, IoCommand, IoDescriptor, QUEUE_DEPTH_MAX};
 use super::copy::CopyMode;
-use super::descriptors::Descriptors;
 
 /// Interval of the check for idleness, which releases the memory of the buffers.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
@@ -125,6 +128,49 @@ impl Slot {
         cx.registrar().unregister_buffer(buffer);
         self.front_requests = 0;
         Some(buffer)
+    }
+}
+
+/// The request descriptors of a queue: an array that the kernel writes, and that the server maps read-only.
+struct Descriptors {
+    memory: NonNull<IoDescriptor>,
+    depth: u16,
+    bytes: usize,
+}
+
+/// Size of the descriptors of a queue, rounded up to pages of `page_bytes` as the kernel does.
+fn queue_bytes(depth: u16, page_bytes: u64) -> u64 {
+    (u64::from(depth) * size_of::<IoDescriptor>() as u64).next_multiple_of(page_bytes)
+}
+
+impl Descriptors {
+    fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
+        // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
+        let offset = u64::from(queue) * queue_bytes(QUEUE_DEPTH_MAX, page_bytes());
+        let bytes = queue_bytes(depth, page_bytes()) as usize;
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        let failed = |e| Error::system("cannot map a queue of the ublk device", e);
+        // SAFETY: the kernel chooses the address of the new mapping, so no existing memory changes.
+        let memory = unsafe { mmap(null_mut(), bytes, ProtFlags::READ, flags, file, offset) };
+        let memory = NonNull::new(memory.map_err(failed)?.cast()).ok_or(Errno::FAULT).map_err(failed)?;
+        Ok(Descriptors { memory, depth, bytes })
+    }
+
+    /// Reads the request of `tag`. The command of the tag must have completed.
+    fn read(&self, tag: u16) -> IoDescriptor {
+        assert!(tag < self.depth);
+        // SAFETY: the descriptor is inside the mapping, which exists as long as `self`. The kernel wrote the
+        // descriptor before it completed the command, and the ring read that completion with acquire
+        // ordering. The kernel writes the descriptor again only after the next command of the tag. Volatile,
+        // because the compiler cannot see the kernel's writes.
+        unsafe { self.memory.add(usize::from(tag)).read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: `map` created this mapping with the same size, and there are no references into it.
+        let _ = unsafe { munmap(self.memory.as_ptr().cast(), self.bytes) };
     }
 }
 

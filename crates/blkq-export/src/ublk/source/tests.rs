@@ -210,3 +210,10 @@ fn pages_that_are_not_registered_are_copied() {
         assert_eq!(copy_of(&marked, mode), mode, "the mark has a meaning for copy mode none only");
     }
 }
+
+#[test]
+fn queues_are_as_far_apart_as_the_kernel_rounds() {
+    assert_eq!(queue_bytes(QUEUE_DEPTH_MAX, 4096), 96 << 10);
+    assert_eq!(queue_bytes(QUEUE_DEPTH_MAX, 65536), 128 << 10);
+    assert_eq!((queue_bytes(1, 4096), queue_bytes(171, 4096), queue_bytes(1, 65536)), (4096, 8192, 65536));
+}
