@@ -120,10 +120,10 @@ impl Guest {
     /// Checks that the data of a request is in the guest's memory and has the right length.
     fn check(&mut self, request: BlockRequest) {
         match request.action {
-            Action::Transfer { bytes, data, .. } => {
+            Action::Transfer { bytes, gathered, .. } => {
                 assert!(bytes.is_multiple_of(512));
                 let mut found = 0;
-                if let Data::Segments(owner) = &data {
+                if let Data::Segments(owner) = &gathered.data {
                     for segment in owner.segments() {
                         let (start, length) = (segment.ptr.addr(), segment.len as usize);
                         assert!(length > 0);
@@ -134,7 +134,7 @@ impl Guest {
                     }
                 }
                 assert_eq!(found, bytes);
-                self.parser.recycle(data);
+                self.parser.recycle(gathered.data);
             }
             Action::Ranges { .. } => assert!((1..=RANGES_MAX).contains(&self.parser.ranges.len())),
             Action::Flush | Action::Reply(_) => {}

@@ -11,8 +11,7 @@ use blkq::{Disk, EngineHandle, Error, ErrorKind};
 use super::control::{Control, close_listener};
 use super::notifier::{MEMORY_WAIT, Notifier};
 use super::registration::RegistrationLimits;
-use super::shared::Shared;
-use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
+use super::status::{FrontEndInfo, Paused, Registry, Report, Shared, VhostUserCounters};
 use crate::listener::{Listen, Listener, SocketAccess};
 
 /// The options of a device.

@@ -9,8 +9,7 @@ use super::channel::Incoming;
 use super::control::take_wakeup;
 use super::message::{HEADER_BYTES, Header};
 use super::session::Session;
-use super::shared::Shared;
-use super::status::VhostUserCounters;
+use super::status::{Shared, VhostUserCounters};
 use super::untrusted_fd::UntrustedFd;
 
 /// The serial number of each device.

@@ -17,8 +17,7 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::area::Area;
-use super::chain::Head;
-use super::descriptor::Descriptor;
+use super::chain::{Descriptor, Head};
 use crate::mapping::Mapping;
 
 /// The region of each queue begins at a multiple of this number of bytes.

@@ -4,8 +4,7 @@
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::area::Area;
-use super::chain::{Head, RingError};
-use super::descriptor::Descriptor;
+use super::chain::{Descriptor, Head, RingError};
 use super::inflight::{InflightQueue, Recovered, VERSION, sort_recovered};
 
 // Offsets in the header of the region.

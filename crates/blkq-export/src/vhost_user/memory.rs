@@ -239,18 +239,12 @@ impl GuestMemory {
     pub fn area(&self, user_address: u64, bytes: usize, align: usize) -> Option<Area> {
         self.regions.iter().find_map(|region| {
             let offset = user_address.checked_sub(region.user_start)?;
-            let end = offset.checked_add(bytes as u64)?;
-            if end > region.length {
-                return None;
-            }
+            offset.checked_add(bytes as u64).filter(|end| *end <= region.length)?;
             // SAFETY: the offset is inside the region.
             let start = unsafe { region.start.add(offset as usize) };
+            let is_aligned = start.addr().get().is_multiple_of(align);
             // SAFETY: the bytes are inside the region, which stays mapped as long as its mapping exists.
-            start
-                .as_ptr()
-                .addr()
-                .is_multiple_of(align)
-                .then(|| unsafe { Area::new(Arc::clone(&region.mapping), start, bytes) })
+            is_aligned.then(|| unsafe { Area::new(Arc::clone(&region.mapping), start, bytes) })
         })
     }
 }

@@ -1,28 +1,25 @@
 //! vhost-user-blk: serves the disk to a virtual machine, whose requests and data are in the guest's memory.
 //!
 //! - `device` starts and stops a device. Its thread (`control`) serves one front end at a time: a `channel`
-//!   receives whole messages, `message` parses them, and a `session` executes them. `shared` and `status` are
-//!   the state that these share with the engines.
+//!   receives whole messages, `message` parses them, and a `session` executes them. `status` is the state that
+//!   these share with the engines and the owner.
 //! - `vring` is a ring as the control thread sees it, and `source` serves the ring on an engine. A `notifier`
 //!   signals the front end.
 //! - `untrusted_fd` handles descriptors that a front end passes, any of which may hang.
 //! - `memory` is the table of guest memory, made of [`mapping`](crate::mapping)s; `registration` registers
 //!   guest memory with the rings of engines.
-//! - `ring` is a ring of either kind, `split` or `packed`; both use `area`, `descriptor` and `chain`. The
-//!   `inflight` modules record the requests in flight for the daemon that follows a killed one.
-//! - `request` parses a chain. `segments` collects the memory of its data, and `bounce` copies data that is
-//!   not aligned.
+//! - `ring` is a ring of either kind, `split` or `packed`; both use `area` and `chain`. The `inflight`
+//!   modules record the requests in flight for the daemon that follows a killed one.
+//! - `request` parses a chain. `segments` collects the memory of its data, and copies data that is not aligned.
 //! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
 #![cfg_attr(fuzz_interface, allow(missing_docs, reason = "most items are private but for fuzz targets"))]
 
 mod abi;
 mod area;
-mod bounce;
 mod chain;
 mod channel;
 mod config;
 mod control;
-mod descriptor;
 mod device;
 #[cfg(any(test, simulation, fuzz_interface))]
 mod device_harness;
@@ -42,7 +39,6 @@ mod request;
 mod ring;
 mod segments;
 mod session;
-mod shared;
 mod source;
 mod split;
 mod status;

@@ -15,8 +15,8 @@ use blkq::{Disk, EngineThread};
 use super::abi::feature;
 use super::harness::{Driver, Guest};
 use super::message::VringAddresses;
-use super::shared::Shared;
 use super::source::RingContext;
+use super::status::Shared;
 use super::vring::Vring;
 #[cfg(loom)]
 use loom::thread;

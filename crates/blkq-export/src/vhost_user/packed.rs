@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use super::area::Area;
-use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_WRITE, Head, RingError};
-use super::descriptor::{Descriptor, RingParts, needs_event};
+use super::chain::{
+    Chain, DESCRIPTOR_BYTES, DESCRIPTOR_WRITE, Descriptor, Head, RingError, RingParts, needs_event,
+};
 use super::inflight::{InflightQueue, Recovered};
 use super::inflight_packed::{PackedInflight, Position};
 

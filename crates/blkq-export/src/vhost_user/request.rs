@@ -31,12 +31,7 @@ pub enum Action {
         operation: Operation,
         sector: Sector,
         bytes: u64,
-        data: Data,
-        /// All addresses and lengths of the segments, combined by OR. If a bit below the disk's
-        /// `memory_align` is set, the data must be copied.
-        unaligned: usize,
-        /// The number of segments if all are in the same registration, else 0.
-        registered_pieces: usize,
+        gathered: Gathered,
     },
     /// A discard or write zeroes of the ranges in [`Parser::ranges`], which has 1 to [`RANGES_MAX`] ranges.
     Ranges(Operation),
@@ -135,11 +130,11 @@ impl Parser {
                 if !bytes.is_multiple_of(512) || bytes > DATA_MAX_BYTES {
                     Action::Reply(S_IOERR)
                 } else {
-                    let Gathered { data, unaligned, registered_pieces } = match bytes {
+                    let gathered = match bytes {
                         0 => Gathered { data: Data::None, unaligned: 0, registered_pieces: 0 },
                         _ => self.segments.gather(memory, buffers, skip, bytes)?,
                     };
-                    Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces }
+                    Action::Transfer { operation, sector, bytes, gathered }
                 }
             }
             T_FLUSH => Action::Flush,

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use super::chain::{Chain, Head, RingError};
-use super::descriptor::RingParts;
-pub use super::descriptor::RingSpec;
+pub use super::chain::RingSpec;
+use super::chain::{Chain, Head, RingError, RingParts};
 use super::inflight::{InflightQueue, Recovered};
 use super::memory::GuestMemory;
 use super::packed::PackedRing;

@@ -1,13 +1,16 @@
-//! The data of a request as segments of guest memory. The lists of completed requests are reused.
+//! The data of a request as segments of guest memory. The lists of completed requests are reused. Data whose
+//! alignment the disk does not accept is copied between the segments and a buffer.
 
 use std::any::Any;
+use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use blkq::{Data, Segment, SegmentOwner};
 
 use super::chain::{Buffer, RingError};
 use super::config::SEGMENTS_MAX;
-use super::memory::{Cursor, GuestMemory};
+use super::memory::{Cursor, GuestMemory, Span};
 
 /// Most idle lists of a ring.
 const IDLE_MAX: usize = 1024;
@@ -104,9 +107,11 @@ pub struct SegmentPool {
     cursor: Cursor,
 }
 
+#[derive(Debug)]
 pub struct Gathered {
     pub data: Data,
-    /// All addresses and lengths of the segments, combined by OR: its low zero bits are their alignment.
+    /// All addresses and lengths of the segments, combined by OR. If a bit below the disk's `memory_align` is
+    /// set, the data must be copied.
     pub unaligned: usize,
     /// The number of segments if all are in the same registration, else 0.
     pub registered_pieces: usize,
@@ -166,6 +171,30 @@ fn fresh() -> Box<Box<dyn SegmentOwner>> {
 fn segments_of(owner: &mut Box<Box<dyn SegmentOwner>>) -> Option<&mut GuestSegments> {
     let owner: &mut dyn Any = &mut ***owner;
     owner.downcast_mut()
+}
+
+/// Copies `guest` to the beginning of `buffer`, until one of the two ends, and reads each byte once.
+pub fn copy_in(guest: &Data, buffer: &mut [u8]) {
+    for_each_segment(guest, buffer.len(), |span, part| span.copy_to(&mut buffer[part]));
+}
+
+/// Copies the beginning of `buffer` to the memory of `guest`, until one of the two ends.
+pub fn copy_out(buffer: &[u8], guest: &Data) {
+    for_each_segment(guest, buffer.len(), |span, part| span.copy_from(&buffer[part]));
+}
+
+/// Calls `copy` for each segment of the first `bytes` bytes, with its place in the data.
+fn for_each_segment(guest: &Data, bytes: usize, mut copy: impl FnMut(Span<'_>, Range<usize>)) {
+    let Data::Segments(owner) = guest else { return };
+    let mut at = 0;
+    for segment in owner.segments() {
+        let end = bytes.min(at + segment.len as usize);
+        if let Some(start) = NonNull::new(segment.ptr) {
+            // SAFETY: the owner of the segment keeps it mapped.
+            copy(unsafe { Span::new(start, segment.len) }, at..end);
+        }
+        at = end;
+    }
 }
 
 #[cfg(test)]

@@ -22,9 +22,8 @@ use super::message::{
     single_region, whole, wrong_size,
 };
 use super::registration::RegisteredTables;
-use super::shared::{Shared, VRINGS_MAX};
 use super::source::RingContext;
-use super::status::Event;
+use super::status::{Event, Shared, VRINGS_MAX};
 use super::untrusted_fd::UntrustedFd;
 use super::vring::{Vring, stop_all};
 use crate::sync::atomic::Ordering::SeqCst;

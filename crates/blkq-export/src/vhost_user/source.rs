@@ -22,15 +22,14 @@ use crate::submissions::{ENGINE_QUEUE, Slots, Submissions};
 use crate::work::TurnWork;
 
 use super::abi::{S_IOERR, S_OK};
-use super::bounce::{copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
-use super::shared::Shared;
-use super::status::{RingStatus, VhostUserCounters};
+use super::segments::{copy_in, copy_out};
+use super::status::{RingStatus, Shared, VhostUserCounters};
 
 // Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
@@ -76,7 +75,7 @@ struct Slot {
     read: bool,
     sector: Sector,
     bytes: u32,
-    /// A copy of the field of [`Action::Transfer`].
+    /// A copy of the field of the request's data.
     unaligned: usize,
     /// The guest's memory, while the data is in a bounce buffer.
     bounced: Option<Data>,
@@ -218,14 +217,14 @@ impl VringSource {
         match action {
             Action::Reply(status) => self.finish(slot, status),
             Action::Transfer { bytes: 0, .. } => self.finish(slot, S_OK),
-            Action::Transfer { sector, bytes, data, .. } if !is_inside(sector.0, bytes >> 9) => {
-                self.parser.recycle(data);
+            Action::Transfer { sector, bytes, gathered, .. } if !is_inside(sector.0, bytes >> 9) => {
+                self.parser.recycle(gathered.data);
                 self.finish(slot, S_IOERR);
             }
-            Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces } => {
+            Action::Transfer { operation, sector, bytes, gathered } => {
                 slot.read = operation == Operation::Read;
-                (slot.sector, slot.bytes, slot.unaligned) = (sector, bytes as u32, unaligned);
-                self.transfer(cx, slot, data, registered_pieces);
+                (slot.sector, slot.bytes, slot.unaligned) = (sector, bytes as u32, gathered.unaligned);
+                self.transfer(cx, slot, gathered.data, gathered.registered_pieces);
             }
             Action::Flush => {
                 let user_data = self.slots.insert(slot);

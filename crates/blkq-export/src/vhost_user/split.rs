@@ -3,8 +3,9 @@
 
 use std::sync::atomic::Ordering;
 
-use super::chain::{Chain, DESCRIPTOR_BYTES, Head, RingError};
-use super::descriptor::{Descriptor, ENTRIES_AT, RingParts, needs_event};
+use super::chain::{
+    Chain, DESCRIPTOR_BYTES, Descriptor, ENTRIES_AT, Head, RingError, RingParts, needs_event,
+};
 use super::inflight::{InflightQueue, Recovered};
 use super::inflight_split::SplitInflight;
 

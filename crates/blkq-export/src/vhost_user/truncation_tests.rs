@@ -32,7 +32,8 @@ fn ring_on_truncated_memory() {
         driver.add(&guest, &[(DATA, 16, false), (DATA + 4096, 513, true)], false);
         let head = ring.pop(&mut chain).unwrap().unwrap();
         let request = parser.parse(&chain, &guest.memory).unwrap();
-        let Action::Transfer { data: Data::Segments(owner), .. } = request.action else { panic!() };
+        let Action::Transfer { gathered, .. } = request.action else { panic!() };
+        let Data::Segments(owner) = gathered.data else { panic!() };
         assert!(!ring.is_broken());
 
         ftruncate(&guest.file, 0).unwrap();

@@ -10,9 +10,8 @@ use super::abi::feature;
 use super::inflight::InflightRegion;
 use super::message::{F_PROTOCOL_FEATURES, VringAddresses, refuse};
 use super::ring::{RING_SIZE_MAX, Ring, RingSpec};
-use super::shared::Shared;
 use super::source::{CallChanged, RingContext, VringSource, VringStart};
-use super::status::RingStatus;
+use super::status::{RingStatus, Shared};
 use super::untrusted_fd::{CallFile, UntrustedFd};
 
 struct Serving {

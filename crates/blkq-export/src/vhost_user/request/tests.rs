@@ -61,12 +61,11 @@ fn data_of_reads_and_writes_is_in_the_guests_buffers() {
         };
         let request = parse(&guest, &chain).unwrap();
         assert_eq!(request.status, STATUS);
-        let Action::Transfer { operation: found, sector, bytes, data, unaligned, .. } = request.action else {
-            panic!()
-        };
+        let Action::Transfer { operation: found, sector, bytes, gathered } = request.action else { panic!() };
         assert_eq!((found, sector, bytes), (operation, Sector(0x1_2345_6789), 4608));
-        assert_eq!(segments(&data), [(place(&guest, DATA), 4096), (place(&guest, DATA + 0x3000), 512)]);
-        assert_eq!(unaligned & 63, 0);
+        let segments = segments(&gathered.data);
+        assert_eq!(segments, [(place(&guest, DATA), 4096), (place(&guest, DATA + 0x3000), 512)]);
+        assert_eq!(gathered.unaligned & 63, 0);
         let written = if operation == Operation::Read { 4609 } else { 1 };
         assert_eq!(BlockRequest::written(request.writable, S_OK), written);
         assert_eq!(BlockRequest::written(request.writable, S_IOERR), u32::from(written == 1));
@@ -78,8 +77,8 @@ fn a_buffer_across_adjacent_regions_is_two_segments() {
     let guest = guest();
     put_header(&guest, T_IN, 0);
     let request = parse(&guest, &chain(&[(HEADER, 16)], &[(MORE - 512, 1024), (STATUS, 1)])).unwrap();
-    let Action::Transfer { data, .. } = request.action else { panic!() };
-    assert_eq!(segments(&data), [(place(&guest, MORE - 512), 512), (place(&guest, MORE), 512)]);
+    let Action::Transfer { gathered, .. } = request.action else { panic!() };
+    assert_eq!(segments(&gathered.data), [(place(&guest, MORE - 512), 512), (place(&guest, MORE), 512)]);
     for data in [
         (MORE + 0x8000 - 512, 1024),
         (DATA - 512, 1024),
@@ -104,8 +103,8 @@ fn adjacent_buffers_become_one_segment() {
     put_header(&guest, T_OUT, 0);
     let data = [(HEADER, 16), (DATA, 4096), (DATA + 4096, 4096), (DATA + 8192, 512), (DATA + 0x5000, 512)];
     let request = parse(&guest, &chain(&data, &[(STATUS, 1)])).unwrap();
-    let Action::Transfer { data, .. } = request.action else { panic!() };
-    assert_eq!(segments(&data), [(place(&guest, DATA), 8704), (place(&guest, DATA + 0x5000), 512)]);
+    let Action::Transfer { gathered, .. } = request.action else { panic!() };
+    assert_eq!(segments(&gathered.data), [(place(&guest, DATA), 8704), (place(&guest, DATA + 0x5000), 512)]);
 }
 
 #[test]
@@ -243,7 +242,7 @@ fn segments_of_a_completed_request_are_reused() {
     let chain = chain(&[(HEADER, 16)], &[(DATA, 4096), (STATUS, 1)]);
     let mut parser = Parser::new("");
     let data_of = |parser: &mut Parser| match parser.parse(&chain, &guest.memory).unwrap().action {
-        Action::Transfer { data: Data::Segments(owner), .. } => owner,
+        Action::Transfer { gathered: Gathered { data: Data::Segments(owner), .. }, .. } => owner,
         _ => panic!(),
     };
     let address = |owner: &dyn SegmentOwner| (&raw const *owner).cast::<u8>();
@@ -297,7 +296,7 @@ proptest! {
         }
         let writable = cut(MORE, if writes { 1 } else { bytes + 1 });
         let request = parse(&guest, &chain(&readable, &writable)).unwrap();
-        let Action::Transfer { operation, sector, bytes: found, data, .. } = request.action else { panic!() };
+        let Action::Transfer { operation, sector, bytes: found, gathered } = request.action else { panic!() };
         prop_assert_eq!(operation, if writes { Operation::Write } else { Operation::Read });
         prop_assert_eq!((sector, found), (Sector(77), u64::from(bytes)));
         let (address, length) = writable[writable.len() - 1];
@@ -306,7 +305,7 @@ proptest! {
         let list = if writes { &readable } else { &writable };
         let all: Vec<u64> = list.iter().flat_map(|(at, length)| *at..at + u64::from(*length)).collect();
         let expected = if writes { &all[16..] } else { &all[..all.len() - 1] };
-        let found: Vec<*mut u8> = segments(&data)
+        let found: Vec<*mut u8> = segments(&gathered.data)
             .into_iter()
             .flat_map(|(start, length)| (0..length as usize).map(move |at| start.wrapping_add(at)))
             .collect();

@@ -488,8 +488,8 @@ fn a_guest_that_writes_at_random_harms_only_itself() {
                     let Ok(request) = parser.parse(&chain, &guest.memory) else { break };
                     parsed += 1;
                     parser.write_status(&guest.memory, request.status, 0);
-                    if let crate::vhost_user::request::Action::Transfer { data, .. } = request.action {
-                        parser.recycle(data);
+                    if let crate::vhost_user::request::Action::Transfer { gathered, .. } = request.action {
+                        parser.recycle(gathered.data);
                     }
                 }
                 if turn % 4 == 3 {
