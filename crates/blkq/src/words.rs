@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// Words at the beginning of a file. Stores survive the process.
+/// Words of a file. Stores survive the process.
 pub struct MappedWords {
     first: NonNull<AtomicU64>,
     len: usize,
@@ -19,14 +19,21 @@ unsafe impl Send for MappedWords {}
 unsafe impl Sync for MappedWords {}
 
 impl MappedWords {
-    /// Maps the first `len` words of `file`. Fails with the errno of mmap(2).
+    /// Maps `len` words of `file` from byte `offset` on, which is a multiple of the page size. Fails with the errno
+    /// of mmap(2).
     ///
     /// # Safety
     /// The file must have these words while the value exists, and other processes must access them only as
     /// atomics. If `protection` does not include writing, the words must only be read.
-    pub unsafe fn map(file: impl AsFd, len: usize, protection: ProtFlags) -> Result<MappedWords, Errno> {
+    pub unsafe fn map(
+        file: impl AsFd,
+        offset: u64,
+        len: usize,
+        protection: ProtFlags,
+    ) -> Result<MappedWords, Errno> {
+        let (null, flags) = (std::ptr::null_mut(), MapFlags::SHARED);
         // SAFETY: a new mapping at an address that the kernel chooses affects no existing memory.
-        let base = unsafe { mmap(std::ptr::null_mut(), len * 8, protection, MapFlags::SHARED, file, 0) }?;
+        let base = unsafe { mmap(null, len * 8, protection, flags, file, offset) }?;
         let first = NonNull::new(base.cast()).ok_or(Errno::NOMEM)?;
         Ok(MappedWords { first, len })
     }

@@ -170,8 +170,8 @@ impl Journal {
         }
         // SAFETY: only this user can truncate the file, which has space for all words, and blkq never does. Other
         // processes of blkq access the words as atomics.
-        let words =
-            unsafe { MappedWords::map(&file, WORDS, ProtFlags::READ | ProtFlags::WRITE) }.map_err(failed)?;
+        let words = unsafe { MappedWords::map(&file, 0, WORDS, ProtFlags::READ | ProtFlags::WRITE) }
+            .map_err(failed)?;
         Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
     }
 

@@ -163,7 +163,7 @@ pub struct DeviceInfo {
 pub const STATE_DEAD: u16 = 0;
 
 /// `struct ublksrv_io_desc`: a request, written by the kernel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, FromBytes)]
 #[repr(C)]
 pub struct IoDescriptor {
     /// The operation in the low 8 bits, flags above.

@@ -281,11 +281,18 @@ pub(super) fn not_added(error: io::Error) -> Error {
 /// The error of the command `code`.
 pub(super) fn failed(code: u32, error: io::Error) -> Error {
     let what = facts(code).1;
-    if error.kind() == io::ErrorKind::TimedOut {
-        let message = format!("ublk cannot {what}: the kernel does not answer; see its log (dmesg)");
-        return Error::new(ErrorKind::System, message);
-    }
-    Error::system(format!("ublk cannot {what}"), error)
+    let message = match (error.kind(), code) {
+        (io::ErrorKind::TimedOut, command::STOP_DEV | command::TRY_STOP_DEV) => {
+            "ublk: the device does not stop, because I/O in flight does not complete; try again when the storage of \
+             the image responds"
+                .to_owned()
+        }
+        (io::ErrorKind::TimedOut, _) => {
+            format!("ublk cannot {what}: the kernel does not answer; see its log (dmesg)")
+        }
+        _ => return Error::system(format!("ublk cannot {what}"), error),
+    };
+    Error::new(ErrorKind::System, message)
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use zerocopy::IntoBytes;
 use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX, command};
 use super::control::{ControlDevice, character_path};
 use super::copy::CopyMode;
-use super::identity::{Identity, issue_commands, stop};
+use super::identity::{Identity, stop};
 use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::setup::SetupProcess;
@@ -150,8 +150,10 @@ impl UblkDevice {
         };
         if let Err(error) = start() {
             // `error` is the cause. A failure of the clean-up would hide it.
-            let mut issue = |command| control.issue(command, info.dev_id);
-            let _ = issue_commands(&mut issue, &[command::STOP_DEV]).and_then(|()| device.delete(issue));
+            if control.issue(command::STOP_DEV, info.dev_id).is_ok() {
+                device.close();
+                let _ = control.issue(command::DEL_DEV, info.dev_id);
+            }
             return Err(error);
         }
         Ok(device)
@@ -357,9 +359,9 @@ impl UblkDevice {
             paused.0.write_back(self.info.dev_id);
         }
         let mut setup = lock(&self.setup);
-        let mut issue = |command| setup.issue(command, self.info.dev_id);
-        stop(&mut issue, self.info.dev_id, self.kernel_features, force)?;
-        self.delete(issue)
+        stop(&mut setup, self.info.dev_id, self.kernel_features, force)?;
+        self.close();
+        setup.issue(command::DEL_DEV, self.info.dev_id)
     }
 
     /// While `on`, the event of [`IdleWatch`] is written when the device has no users any longer. Users from
@@ -388,15 +390,14 @@ impl UblkDevice {
         }
     }
 
-    /// Removes the device, which must be stopped.
-    fn delete(&self, issue: impl FnMut(u32) -> io::Result<()>) -> Result<(), Error> {
+    /// Stops serving the device, which must be stopped, so that it can be removed.
+    fn close(&self) {
         let serving = lock(&self.serving).take();
         if let Some(Serving { shared, sources }) = serving {
             // The device is stopped, so the kernel has completed all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        issue_commands(issue, &[command::DEL_DEV])
     }
 
     /// Fails with [`ErrorKind::Unsupported`] if the kernel cannot resize a device in use.

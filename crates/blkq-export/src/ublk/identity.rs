@@ -1,6 +1,5 @@
 //! Identifies a device, with or without a server, and stops and removes it.
 
-use std::io;
 use std::path::Path;
 
 use blkq::clock::monotonic_ns;
@@ -67,8 +66,10 @@ impl Identity {
         }
         // The device was never started; or the kernel has stopped the block device, and its character device
         // is left.
-        let issue = |command| control.issue(command, id);
-        issue_commands(issue, &[command::STOP_DEV, command::DEL_DEV]).map(|()| None)
+        for code in [command::STOP_DEV, command::DEL_DEV] {
+            control.issue(code, id).map_err(|e| failed(code, e))?;
+        }
+        Ok(None)
     }
 
     /// As [`Identity::survivor`], but never removes a device.
@@ -93,9 +94,8 @@ impl Identity {
         if self.info(&mut control)?.is_none() {
             return Ok(());
         }
-        let mut issue = |command| setup.issue(command, self.id);
-        stop(&mut issue, self.id, kernel, force)?;
-        issue_commands(issue, &[command::DEL_DEV])
+        stop(&mut setup, self.id, kernel, force)?;
+        setup.issue(command::DEL_DEV, self.id)
     }
 }
 
@@ -104,43 +104,21 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
     info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }
 
-/// Issues `commands` one after the other, until one fails. They are commands that stop or remove a device.
-pub(super) fn issue_commands(
-    mut issue: impl FnMut(u32) -> io::Result<()>,
-    commands: &[u32],
-) -> Result<(), Error> {
-    commands.iter().try_for_each(|command| {
-        issue(*command).map_err(|e| match e.kind() {
-            io::ErrorKind::TimedOut if *command != command::DEL_DEV => Error::new(
-                ErrorKind::System,
-                "ublk: the device does not stop, because I/O in flight does not complete; try again when the storage \
-                 of the image responds",
-            ),
-            _ => failed(*command, e),
-        })
-    })
-}
-
 /// Makes the block device disappear. Without `force` this fails if the device is in use.
-pub(super) fn stop(
-    issue: &mut impl FnMut(u32) -> io::Result<()>,
-    id: u32,
-    kernel: Features,
-    force: bool,
-) -> Result<(), Error> {
+pub(super) fn stop(setup: &mut SetupProcess, id: u32, kernel: Features, force: bool) -> Result<(), Error> {
     // An earlier stop that timed out may have completed since. Then there is no block device left to check.
     if force || !Path::new(&block_path(id)).exists() {
-        return issue_commands(issue, &[command::STOP_DEV]);
+        return setup.issue(command::STOP_DEV, id);
     }
     // The claim keeps other processes from mounting the device until it is stopped.
     let claim = usage::claim(&block_path(id))?;
     if kernel.contains(Features::SAFE_STOP_DEV) {
         // The kernel itself checks for openers, atomically with the stop.
         drop(claim);
-        return issue_commands(issue, &[command::TRY_STOP_DEV]).map_err(|e| match e.kind() {
+        return setup.issue(command::TRY_STOP_DEV, id).map_err(|e| match e.kind() {
             ErrorKind::Busy => usage::busy(&block_path(id), "another process has it open"),
             _ => e,
         });
     }
-    issue_commands(issue, &[command::STOP_DEV])
+    setup.issue(command::STOP_DEV, id)
 }

@@ -90,10 +90,10 @@ impl SetupProcess {
         self.ask(command::START_DEV, *info).map(drop).map_err(|e| failed(command::START_DEV, e))
     }
 
-    /// As [`ControlDevice::issue`]; also fails with [`io::ErrorKind::TimedOut`].
-    pub(super) fn issue(&mut self, what: u32, id: u32) -> io::Result<()> {
+    /// As [`ControlDevice::issue`], with its error as the source.
+    pub(super) fn issue(&mut self, code: u32, id: u32) -> Result<(), Error> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
-        self.ask(what, info).map(drop)
+        self.ask(code, info).map(drop).map_err(|e| failed(code, e))
     }
 }
 
@@ -203,6 +203,10 @@ mod tests {
         (SetupProcess { socket, silent: false }, other)
     }
 
+    fn stop(setup: &mut SetupProcess) -> io::Result<DeviceInfo> {
+        setup.ask(command::STOP_DEV, DeviceInfo::default())
+    }
+
     #[test]
     fn a_killed_setup_process_is_not_taken_for_a_hung_kernel() {
         let (mut setup, other) = setup_process();
@@ -216,10 +220,10 @@ mod tests {
     #[test]
     fn drop_does_not_wait_for_a_setup_process_without_a_reply() {
         let (mut setup, mut other) = setup_process();
-        assert_eq!(setup.issue(command::STOP_DEV, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(stop(&mut setup).unwrap_err().kind(), io::ErrorKind::TimedOut);
         // The late reply is not taken for the reply to another command.
         reply(&mut other, 1, Ok(DeviceInfo::default())).unwrap();
-        assert_eq!(setup.issue(command::DEL_DEV, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(stop(&mut setup).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
@@ -227,7 +231,7 @@ mod tests {
         let (mut setup, mut other) = setup_process();
         reply(&mut other, 1, Err(io::ErrorKind::TimedOut.into())).unwrap();
         reply(&mut other, 2, Ok(DeviceInfo::default())).unwrap();
-        assert_eq!(setup.issue(command::STOP_DEV, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        assert_eq!(stop(&mut setup).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
         setup.issue(command::STOP_DEV, 0).unwrap();
         let begin = Instant::now();
         drop(setup);

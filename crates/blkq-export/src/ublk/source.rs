@@ -14,17 +14,17 @@ mod tests;
 use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
 
 use blkq::trace::TraceClient;
+use blkq::words::MappedWords;
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Data, Error, ErrorKind, FileSlot, IoBuffer, KernelPages, Operation,
     Sector, Source, SourceContext,
 };
 use io_uring::{opcode, types};
-use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::buffers::BufferPool;
@@ -46,6 +46,8 @@ const CANCELLED: u64 = IDLE + 1;
 const FRONT_BYTES: u32 = 4096;
 /// Flag of a token payload: the submission copies the data of the slot's request.
 const COPY: u64 = 1 << 17;
+
+const DESCRIPTOR_WORDS: usize = size_of::<IoDescriptor>() / size_of::<u64>();
 
 pub(super) struct Shared {
     /// The character device. The kernel completes the removal of the device when it is closed.
@@ -131,47 +133,28 @@ impl Slot {
     }
 }
 
-/// The request descriptors of a queue: an array that the kernel writes, and that the server maps read-only.
-struct Descriptors {
-    memory: NonNull<IoDescriptor>,
-    depth: u16,
-    bytes: usize,
-}
-
 /// Size of the descriptors of a queue, rounded up to pages of `page_bytes` as the kernel does.
 fn queue_bytes(depth: u16, page_bytes: u64) -> u64 {
     (u64::from(depth) * size_of::<IoDescriptor>() as u64).next_multiple_of(page_bytes)
 }
 
-impl Descriptors {
-    fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
-        // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
-        let offset = u64::from(queue) * queue_bytes(QUEUE_DEPTH_MAX, page_bytes());
-        let bytes = queue_bytes(depth, page_bytes()) as usize;
-        let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        let failed = |e| Error::system("cannot map a queue of the ublk device", e);
-        // SAFETY: the kernel chooses the address of the new mapping, so no existing memory changes.
-        let memory = unsafe { mmap(null_mut(), bytes, ProtFlags::READ, flags, file, offset) };
-        let memory = NonNull::new(memory.map_err(failed)?.cast()).ok_or(Errno::FAULT).map_err(failed)?;
-        Ok(Descriptors { memory, depth, bytes })
-    }
-
-    /// Reads the request of `tag`. The command of the tag must have completed.
-    fn read(&self, tag: u16) -> IoDescriptor {
-        assert!(tag < self.depth);
-        // SAFETY: the descriptor is inside the mapping, which exists as long as `self`. The kernel wrote the
-        // descriptor before it completed the command, and the ring read that completion with acquire
-        // ordering. The kernel writes the descriptor again only after the next command of the tag. Volatile,
-        // because the compiler cannot see the kernel's writes.
-        unsafe { self.memory.add(usize::from(tag)).read_volatile() }
-    }
+/// Maps the request descriptors of a queue: an array that the kernel writes.
+fn map_descriptors(file: &File, queue: u16, depth: u16) -> Result<MappedWords, Error> {
+    // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
+    let offset = u64::from(queue) * queue_bytes(QUEUE_DEPTH_MAX, page_bytes());
+    // SAFETY: the device has descriptors for `depth` tags there, of which `read_descriptor` only reads words.
+    unsafe { MappedWords::map(file, offset, usize::from(depth) * DESCRIPTOR_WORDS, ProtFlags::READ) }
+        .map_err(|e| Error::system("cannot map a queue of the ublk device", e))
 }
 
-impl Drop for Descriptors {
-    fn drop(&mut self) {
-        // SAFETY: `map` created this mapping with the same size, and there are no references into it.
-        let _ = unsafe { munmap(self.memory.as_ptr().cast(), self.bytes) };
-    }
+/// Reads the request of `tag`. The command of the tag must have completed: the kernel wrote the descriptor
+/// before that, and the ring read the completion with acquire ordering. The kernel writes the descriptor again
+/// only after the next command of the tag.
+fn read_descriptor(descriptors: &MappedWords, tag: u16) -> IoDescriptor {
+    let first = usize::from(tag) * DESCRIPTOR_WORDS;
+    let words = &descriptors.all()[first..first + DESCRIPTOR_WORDS];
+    let words: [u64; DESCRIPTOR_WORDS] = std::array::from_fn(|index| words[index].load(Relaxed));
+    zerocopy::transmute!(words)
 }
 
 struct Copying {
@@ -185,7 +168,7 @@ pub(super) struct QueueSource {
     /// The character device, registered with the ring until the ring is closed, which waits for all its I/O,
     /// including file I/O. Only then the kernel lets another server take the device over.
     file: Option<FileSlot>,
-    descriptors: Option<Descriptors>,
+    descriptors: Option<MappedWords>,
     slots: Vec<Slot>,
     /// With [`CopyMode::User`]: the buffers of requests in flight.
     pool: BufferPool,
@@ -281,7 +264,7 @@ impl QueueSource {
     fn begin(&mut self, cx: &mut SourceContext<'_>, index: u16) {
         let Some(descriptors) = &self.descriptors else { return };
         let slot = &mut self.slots[usize::from(index)];
-        let descriptor = descriptors.read(slot.tag);
+        let descriptor = read_descriptor(descriptors, slot.tag);
         self.in_flight += 1;
         let bio = match bio_of(&descriptor, self.options.request_max_bytes) {
             Ok(bio) => Bio { user_data: u64::from(index), ..bio },
@@ -470,7 +453,7 @@ unsafe impl Source for QueueSource {
         cx.registrar().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
         bind(&self.options.processors);
         let QueueOptions { shared, queue, depth, .. } = &self.options;
-        self.descriptors = Some(Descriptors::map(&shared.file, *queue, *depth)?);
+        self.descriptors = Some(map_descriptors(&shared.file, *queue, *depth)?);
         let shared = shared.clone();
         self.open_slots(cx)?;
         // This is the last step that can fail, because the device cannot be removed while the ring has the

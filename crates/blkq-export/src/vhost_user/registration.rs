@@ -115,22 +115,22 @@ impl Drop for RegisteredTables {
 }
 
 fn register(engine: &EngineHandle, mapping: &Arc<Mapping>, bytes: u64) -> Result<Registrations, Error> {
-    let pieces = (0..bytes).step_by(REGISTERED_MEMORY_MAX_BYTES as usize).map(|at| {
-        let piece = REGISTERED_MEMORY_MAX_BYTES.min(bytes - at) as usize;
-        // Allocates the pages on this thread, which is much faster than on the engine, and does not delay the
-        // engine's I/O.
-        mapping.populate(at as usize, piece);
-        register_piece(engine, mapping, at as usize, piece)
-    });
-    pieces.collect()
+    let pieces = (0..bytes).step_by(REGISTERED_MEMORY_MAX_BYTES as usize);
+    pieces
+        .map(|at| register_piece(engine, mapping, at, REGISTERED_MEMORY_MAX_BYTES.min(bytes - at)))
+        .collect()
 }
 
 fn register_piece(
     engine: &EngineHandle,
     mapping: &Arc<Mapping>,
-    at: usize,
-    bytes: usize,
+    at: u64,
+    bytes: u64,
 ) -> Result<RegisteredMemory, Error> {
+    let (at, bytes) = (at as usize, bytes as usize);
+    // Allocates the pages on this thread, which is much faster than on the engine, and does not delay the
+    // engine's I/O.
+    mapping.populate(at, bytes);
     let register = || {
         let mapping = Arc::clone(mapping);
         let registered = engine.with_registrar(move |mut registrar| {

@@ -125,28 +125,23 @@ impl Session {
                 let specs: Result<_, _> = mem_table(payload, files)?.into_iter().map(spec).collect();
                 self.set_memory(GuestMemory::map(specs?)?);
             }
-            (
-                code::SET_VRING_NUM | code::SET_VRING_BASE | code::GET_VRING_BASE | code::SET_VRING_ENABLE,
-                _,
-            ) => {
+            (code::SET_VRING_NUM, _) => {
                 let VringState { index, number } = whole(payload)?;
-                let vring = self.vring(index)?;
-                match code {
-                    code::SET_VRING_NUM => vring.set_size(number)?,
-                    code::SET_VRING_BASE => vring.set_base(number)?,
-                    code::GET_VRING_BASE => {
-                        let state = VringState { index, number: vring.stop_for_base() };
-                        return Ok(Some(Reply::new(code, state.as_bytes())));
-                    }
-                    code::SET_VRING_ENABLE if number > 1 => {
-                        return Err(refuse(format!("a ring cannot have the state {number}")));
-                    }
-                    code::SET_VRING_ENABLE => {
-                        vring.set_enabled(number == 1);
-                        self.start_ring(index);
-                    }
-                    _ => unreachable!("the codes of the outer pattern"),
-                }
+                self.vring(index)?.set_size(number)?;
+            }
+            (code::SET_VRING_BASE, _) => {
+                let VringState { index, number } = whole(payload)?;
+                self.vring(index)?.set_base(number)?;
+            }
+            (code::GET_VRING_BASE, _) => {
+                let VringState { index, .. } = whole(payload)?;
+                let state = VringState { index, number: self.vring(index)?.stop_for_base() };
+                return Ok(Some(Reply::new(code, state.as_bytes())));
+            }
+            (code::SET_VRING_ENABLE, _) => {
+                let VringState { index, number } = whole(payload)?;
+                self.vring(index)?.set_enabled(number)?;
+                self.start_ring(index);
             }
             (code::SET_VRING_ADDR, _) => {
                 let addresses: VringAddresses = whole(payload)?;
@@ -314,9 +309,7 @@ impl Session {
 
     fn stop_rings(&mut self) {
         stop_all(&mut self.vrings);
-        for vring in self.vrings.iter_mut() {
-            vring.stop_for_base();
-        }
+        self.vrings.iter_mut().for_each(|vring| _ = vring.stop_for_base());
     }
 
     /// Resets the device, except for what the front end expects to stay: protocol features, memory, and the

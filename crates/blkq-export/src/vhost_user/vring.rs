@@ -118,11 +118,15 @@ impl Vring {
         Ok(())
     }
 
-    pub fn set_enabled(&mut self, enabled: bool) {
-        self.enabled = Some(enabled);
-        if !enabled {
+    pub fn set_enabled(&mut self, state: u32) -> Result<(), Error> {
+        if state > 1 {
+            return Err(refuse(format!("a ring cannot have the state {state}")));
+        }
+        self.enabled = Some(state == 1);
+        if state == 0 {
             self.stop();
         }
+        Ok(())
     }
 
     /// Starts serving the ring if it is described completely and enabled. The error is why the ring is rejected.

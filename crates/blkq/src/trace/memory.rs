@@ -170,7 +170,7 @@ mod mapped {
         fn map(file: OwnedFd, len: usize, protection: ProtFlags) -> Result<Words, Error> {
             // SAFETY: the file has `len` words, and cannot shrink. Other processes access them only as atomics, and
             // `TraceMemory::is_writable` is false if they are mapped for reading.
-            let mapped = unsafe { MappedWords::map(&file, len, protection) }.map_err(failed("map"))?;
+            let mapped = unsafe { MappedWords::map(&file, 0, len, protection) }.map_err(failed("map"))?;
             Ok(Words { file, mapped })
         }
 
