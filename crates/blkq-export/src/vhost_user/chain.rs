@@ -29,6 +29,33 @@ pub struct Buffer {
     pub length: u32,
 }
 
+/// Calls `part` with the guest address and length of each part of the `bytes` bytes of `buffers` after the first
+/// `skip`, and returns the number of these bytes that exist. Fails with [`RingError::BufferUnmapped`] if `part`
+/// returns false.
+pub fn for_each_part(
+    buffers: &[Buffer],
+    mut skip: u64,
+    bytes: u64,
+    mut part: impl FnMut(u64, u32) -> bool,
+) -> Result<u64, RingError> {
+    let mut left = bytes;
+    for &Buffer { address, length } in buffers {
+        if skip >= u64::from(length) {
+            skip -= u64::from(length);
+            continue;
+        }
+        let take = (u64::from(length) - skip).min(left) as u32;
+        if !address.checked_add(skip).is_some_and(|at| part(at, take)) {
+            return Err(RingError::BufferUnmapped { address, length });
+        }
+        (skip, left) = (0, left - u64::from(take));
+        if left == 0 {
+            break;
+        }
+    }
+    Ok(bytes - left)
+}
+
 /// Identifies a chain from the time it is taken from the ring until it is used.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Head {

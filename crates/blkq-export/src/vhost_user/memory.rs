@@ -216,7 +216,7 @@ impl GuestMemory {
 
     /// Calls `copy` with each contiguous part of the memory from `address` on, and with its place in the
     /// `bytes` bytes. Returns false if a part is not guest memory.
-    fn for_each_span(
+    pub fn for_each_span(
         &self,
         cursor: &mut Cursor,
         address: u64,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use blkq::{Data, IoResult, Operation, Sector, Status};
 
 use super::abi::*;
-use super::chain::{Buffer, Chain, RingError};
+use super::chain::{Buffer, Chain, RingError, for_each_part};
 use super::config::RANGES_MAX;
 use super::memory::{Cursor, GuestMemory};
 use super::segments::{Gathered, SegmentPool};
@@ -105,8 +105,8 @@ impl Parser {
             _ => {
                 let mut header = [0; HEADER_BYTES];
                 let bytes = self.read(chain.readable(), 0, &mut header, memory)?;
-                if bytes < HEADER_BYTES {
-                    return Err(RingError::HeaderShort { bytes: bytes as u64 });
+                if bytes < HEADER_BYTES as u64 {
+                    return Err(RingError::HeaderShort { bytes });
                 }
                 header
             }
@@ -156,14 +156,12 @@ impl Parser {
     }
 
     fn identify(&mut self, chain: &Chain, memory: &GuestMemory, room: u64) -> Result<Action, RingError> {
-        let mut id = &self.id[..room.min(ID_BYTES as u64) as usize];
-        for &Buffer { address, length } in chain.writable() {
-            let (now, rest) = id.split_at(id.len().min(length as usize));
-            if !memory.write(&mut self.cursor, address, now) {
-                return Err(RingError::BufferUnmapped { address, length });
-            }
+        let mut id = &self.id[..];
+        for_each_part(chain.writable(), 0, room.min(ID_BYTES as u64), |address, length| {
+            let (now, rest) = id.split_at(length as usize);
             id = rest;
-        }
+            memory.write(&mut self.cursor, address, now)
+        })?;
         Ok(Action::Reply(S_OK))
     }
 
@@ -196,29 +194,16 @@ impl Parser {
     fn read(
         &mut self,
         buffers: &[Buffer],
-        mut skip: usize,
+        skip: usize,
         bytes: &mut [u8],
         memory: &GuestMemory,
-    ) -> Result<usize, RingError> {
-        let mut done = 0;
-        for &Buffer { address, length } in buffers {
-            if skip >= length as usize {
-                skip -= length as usize;
-                continue;
-            }
-            let take = (length as usize - skip).min(bytes.len() - done);
-            let at = address.checked_add(skip as u64);
-            let read = |at| memory.read(&mut self.cursor, at, &mut bytes[done..done + take]);
-            if !at.is_some_and(read) {
-                return Err(RingError::BufferUnmapped { address, length });
-            }
-            done += take;
-            skip = 0;
-            if done == bytes.len() {
-                break;
-            }
-        }
-        Ok(done)
+    ) -> Result<u64, RingError> {
+        let (mut done, all) = (0, bytes.len() as u64);
+        for_each_part(buffers, skip as u64, all, |address, length| {
+            let begin = done;
+            done += length as usize;
+            memory.read(&mut self.cursor, address, &mut bytes[begin..done])
+        })
     }
 }
 

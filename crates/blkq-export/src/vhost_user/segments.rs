@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use blkq::{Data, Segment, SegmentOwner};
 
-use super::chain::{Buffer, RingError};
+use super::chain::{Buffer, RingError, for_each_part};
 use super::config::SEGMENTS_MAX;
 use super::memory::{Cursor, GuestMemory, Span};
 
@@ -44,36 +44,21 @@ impl GuestSegments {
         memory: &Arc<GuestMemory>,
         cursor: &mut Cursor,
         buffers: &[Buffer],
-        mut skip: u64,
-        mut bytes: u64,
+        skip: u64,
+        bytes: u64,
     ) -> Result<usize, RingError> {
         self.segments.clear();
         if !self.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory)) {
             self.memory = Some(Arc::clone(memory));
         }
         let mut unaligned = 0;
-        for &Buffer { address, length } in buffers {
-            if skip >= u64::from(length) {
-                skip -= u64::from(length);
-                continue;
-            }
-            let take = (u64::from(length) - skip).min(bytes) as u32;
-            let mut at = address.checked_add(skip).ok_or(RingError::BufferUnmapped { address, length })?;
-            (skip, bytes) = (0, bytes - u64::from(take));
-            let mut left = take;
-            while left > 0 {
-                let span =
-                    memory.span(cursor, at, left).ok_or(RingError::BufferUnmapped { address, length })?;
+        let found = for_each_part(buffers, skip, bytes, |at, length| {
+            memory.for_each_span(cursor, at, length as usize, |span, _| {
                 unaligned |= span.start().as_ptr().addr() | span.len() as usize;
                 self.push(span.segment());
-                at += u64::from(span.len());
-                left -= span.len();
-            }
-            if bytes == 0 {
-                break;
-            }
-        }
-        debug_assert_eq!(bytes, 0, "the caller counted them");
+            })
+        })?;
+        debug_assert_eq!(found, bytes, "the caller counted them");
         Ok(unaligned)
     }
 
