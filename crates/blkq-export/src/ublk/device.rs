@@ -138,7 +138,15 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         setup.add(&mut info)?;
-        let device = UblkDevice::new(kernel, info, threads_per_queue, because, setup, users);
+        let device = UblkDevice {
+            kernel_features: kernel,
+            info,
+            threads_per_queue,
+            copied_because: because,
+            serving: Mutex::new(None),
+            setup: Mutex::new(setup),
+            users: Mutex::new(users),
+        };
         // A user other than root cannot use the device before udev has given the node to that user, so the
         // node is opened first.
         let start = || {
@@ -210,32 +218,21 @@ impl UblkDevice {
         // The kernel answers EBUSY while the old server is still exiting.
         let begin = || control.run(command::START_USER_RECOVERY, identity.id, 0, &mut []);
         poll(TAKE_OVER_TIMEOUT, begin, is_busy)?;
-        let device = UblkDevice::new(kernel, info, threads_per_queue, None, setup, users);
+        let device = UblkDevice {
+            kernel_features: kernel,
+            info,
+            threads_per_queue,
+            copied_because: None,
+            serving: Mutex::new(None),
+            setup: Mutex::new(setup),
+            users: Mutex::new(users),
+        };
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control
             .run(command::END_USER_RECOVERY, identity.id, std::process::id().into(), &mut [])
             .map_err(|e| device.explain(e))?;
         Ok(device)
-    }
-
-    fn new(
-        kernel_features: Features,
-        info: DeviceInfo,
-        threads_per_queue: u16,
-        copied_because: Option<&'static str>,
-        setup: SetupProcess,
-        users: IdleWatch,
-    ) -> UblkDevice {
-        UblkDevice {
-            kernel_features,
-            info,
-            threads_per_queue,
-            copied_because,
-            serving: Mutex::new(None),
-            setup: Mutex::new(setup),
-            users: Mutex::new(users),
-        }
     }
 
     fn pause_watch(&self) -> Paused<'_> {

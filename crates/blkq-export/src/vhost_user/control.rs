@@ -23,15 +23,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Most messages of a front end that are handled before other events are checked.
 const MESSAGES_MAX: usize = 64;
 
-struct Connected {
-    channel: Channel,
-    session: Session,
-}
-
 pub struct Control {
     shared: Arc<Shared>,
     listener: Listener,
-    connected: Option<Connected>,
+    connected: Option<(Channel, Session)>,
     accept_at: Option<Instant>,
 }
 
@@ -62,11 +57,11 @@ impl Control {
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let accepts = self.accept_at.is_none_or(|at| at <= now);
-        let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
+        let deadline = self.connected.as_ref().and_then(|(channel, _)| channel.deadline());
         let until = self.accept_at.filter(|_| !accepts).into_iter().chain(deadline).min();
         let timeout = until.and_then(|until| Timespec::try_from(until.saturating_duration_since(now)).ok());
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
-        if let Some(Connected { channel, session }) = &self.connected {
+        if let Some((channel, session)) = &self.connected {
             let events = if channel.has_reply() { PollFlags::OUT } else { PollFlags::IN };
             polls.push(PollFd::from_borrowed_fd(channel.as_fd(), events));
             if let Some(socket) = session.request_socket() {
@@ -84,9 +79,9 @@ impl Control {
     }
 
     fn turn(&mut self, ready: &Ready) {
-        take_wakeup(&self.shared, self.connected.as_mut().map(|connected| &mut connected.session));
+        take_wakeup(&self.shared, self.connected.as_mut().map(|(_, session)| session));
         if !ready.requests.is_empty()
-            && let Some(Connected { session, .. }) = &mut self.connected
+            && let Some((_, session)) = &mut self.connected
         {
             session.close_request_socket(ready.requests);
         }
@@ -104,7 +99,7 @@ impl Control {
 
     /// Handles messages of the front end, if its socket is ready.
     fn exchange(&mut self, is_ready: bool) -> Result<(), Closed> {
-        let Some(Connected { channel, session }) = &mut self.connected else { return Ok(()) };
+        let Some((channel, session)) = &mut self.connected else { return Ok(()) };
         channel.flush()?;
         for _ in 0..MESSAGES_MAX {
             if !is_ready || channel.has_reply() || self.shared.stopping.load(SeqCst) {
@@ -139,13 +134,13 @@ impl Control {
         // If the front end is rejected, dropping the socket closes the connection.
         if self.shared.registry.admit(&peer) {
             let session = Session::new(self.shared.clone(), &peer);
-            self.connected = Some(Connected { channel: Channel::new(socket), session });
+            self.connected = Some((Channel::new(socket), session));
         }
     }
 
     /// Drains the rings and unmaps the memory. `violation`: how the front end violated the protocol.
     fn disconnect(&mut self, violation: Option<String>) {
-        let Some(Connected { channel, session }) = self.connected.take() else { return };
+        let Some((channel, session)) = self.connected.take() else { return };
         drop(channel);
         if let Some(reason) = violation {
             self.shared.registry.report(session.peer(), Event::Violation(reason));

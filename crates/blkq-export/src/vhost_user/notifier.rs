@@ -3,7 +3,7 @@
 //! kernel adds 1 to the counter, up to its limit, and never blocks.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,7 @@ enum Target {
     #[default]
     None,
     Event,
-    Socket(CallFile),
+    Socket(OwnedFd),
 }
 
 impl Notifier {
@@ -84,14 +84,16 @@ impl Notifier {
 
     /// Notifies through `file` once. Fails as [`Notifier::set`] and [`Notifier::notify`] do.
     pub fn notify_once(&self, file: &CallFile) -> Result<(), Error> {
-        if matches!(file, CallFile::Socket(_)) {
-            send_one(file);
-            return Ok(());
+        match file {
+            CallFile::Socket(socket) => send_one(socket),
+            CallFile::Event(event) => {
+                let mut state = self.state();
+                let done = state.register(event).and_then(complete_one);
+                let cleared = state.set(None);
+                done.and(cleared).map_err(failed)?;
+            }
         }
-        let mut state = self.state();
-        let done = state.register(file).and_then(complete_one);
-        let cleared = state.set(None);
-        done.and(cleared).map_err(failed)
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -106,16 +108,16 @@ impl State {
         }
         match file {
             None => {}
-            Some(file @ CallFile::Event(_)) => _ = self.register(&file)?,
-            Some(socket) => self.target = Target::Socket(socket),
+            Some(CallFile::Event(event)) => _ = self.register(&event)?,
+            Some(CallFile::Socket(socket)) => self.target = Target::Socket(socket),
         }
         Ok(())
     }
 
-    fn register(&mut self, event: &CallFile) -> io::Result<&mut IoUring> {
+    fn register(&mut self, event: &OwnedFd) -> io::Result<&mut IoUring> {
         let ring = self.ring.take().map_or_else(|| make_ring().map(Ok), Ok)?;
         let ring = self.ring.insert(ring).as_mut().map_err(|errno| io::Error::from_raw_os_error(*errno))?;
-        ring.submitter().register_eventfd(event.as_fd().as_raw_fd())?;
+        ring.submitter().register_eventfd(event.as_raw_fd())?;
         self.target = Target::Event;
         Ok(ring)
     }
@@ -140,7 +142,7 @@ fn complete_one(ring: &mut IoUring) -> io::Result<()> {
     Ok(())
 }
 
-fn send_one(socket: &CallFile) {
+fn send_one(socket: &OwnedFd) {
     let _ = send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 

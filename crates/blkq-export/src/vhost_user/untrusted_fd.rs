@@ -98,13 +98,6 @@ pub enum CallFile {
     Socket(OwnedFd),
 }
 
-impl AsFd for CallFile {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        let (CallFile::Event(file) | CallFile::Socket(file)) = self;
-        file.as_fd()
-    }
-}
-
 /// Whether `file` is an eventfd, by the kernel's name of the file, for which no file system is asked.
 fn is_event(file: impl AsFd) -> bool {
     match std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())) {
