@@ -8,8 +8,8 @@
 //! - `untrusted_fd` handles descriptors that a front end passes, any of which may hang.
 //! - `memory` is the table of guest memory, made of [`mapping`](crate::mapping)s; `registration` registers
 //!   guest memory with the rings of engines.
-//! - `ring` is a ring of either kind, `split` or `packed`; both use `area` and `chain`. The `inflight`
-//!   modules record the requests in flight for the daemon that follows a killed one.
+//! - `ring` is a ring of either kind, `split` or `packed`; both use `area` and `chain`. In the memory
+//!   of `inflight`, they record the requests in flight for the daemon that follows a killed one.
 //! - `request` parses a chain. `segments` collects the memory of its data, and copies data that is not aligned.
 //! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
 #![cfg_attr(fuzz_interface, allow(missing_docs, reason = "most items are private but for fuzz targets"))]
@@ -26,8 +26,6 @@ mod device_harness;
 #[cfg(any(test, simulation))]
 mod harness;
 mod inflight;
-mod inflight_packed;
-mod inflight_split;
 mod memory;
 mod message;
 #[cfg(all(test, model_check))]
