@@ -335,10 +335,8 @@ impl UblkDevice {
         };
         let recovery = if self.is_recoverable() { "recoverable" } else { "not recoverable" };
         let because = self.copied_because.map(|why| format!(" ({why})")).unwrap_or_default();
-        format!(
-            "{nr_hw_queues} {queues} of {queue_depth}{threads}, data {}{because}, {recovery}",
-            self.copy()
-        )
+        let copy = self.copy();
+        format!("{nr_hw_queues} {queues} of {queue_depth}{threads}, data {copy}{because}, {recovery}")
     }
 
     /// Stops and removes the device. With `force`, the kernel writes back cached data if that takes at most a

@@ -96,11 +96,8 @@ impl IdleWatch {
     pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
         let started = self.ask(ON, id);
         self.on = started.is_ok();
-        if started.is_err() {
-            // A process that has not replied in time may still start to scan.
-            let _ = self.send(OFF);
-        }
-        started
+        // A process that has not replied in time may still start to scan.
+        started.inspect_err(|_| _ = self.send(OFF))
     }
 
     /// Stops watching. When this returns, no scan claims the device.

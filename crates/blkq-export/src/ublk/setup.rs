@@ -132,9 +132,7 @@ fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinishe
     let sent = reply(socket, sequence, result.map(|()| info));
     if sent.is_err() && added {
         // The server has been killed, and its state file does not contain the number of the device.
-        if let Ok(mut control) = ControlDevice::open() {
-            let _ = control.issue(command::DEL_DEV, info.dev_id);
-        }
+        let _ = ControlDevice::open().map(|mut control| control.issue(command::DEL_DEV, info.dev_id));
     }
     sent
 }

@@ -11,10 +11,9 @@
 //! - `ring` is a ring of either kind, `split` or `packed`; both use `area` and `chain`. In the memory
 //!   of `inflight`, they record the requests in flight for the daemon that follows a killed one.
 //! - `request` parses a chain. `segments` collects the memory of its data, and copies data that is not aligned.
-//! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
+//! - `config` is the configuration space of the device, with its features.
 #![cfg_attr(fuzz_interface, allow(missing_docs, reason = "most items are private but for fuzz targets"))]
 
-mod abi;
 mod area;
 mod chain;
 mod channel;
@@ -56,7 +55,7 @@ pub use status::{Event, FrontEndInfo, Paused, Report, VhostUserCounters};
 #[doc(hidden)]
 pub mod simulated {
     #[cfg(simulation)]
-    pub use super::abi::feature;
+    pub use super::config::feature;
     pub use super::device_harness::{Device, Reply, SERIAL};
     #[cfg(any(test, simulation))]
     pub use super::harness::{Driver, Guest, Offer, USER_OFFSET};
@@ -69,12 +68,11 @@ pub mod simulated {
 #[cfg(fuzz_interface)]
 #[doc(hidden)]
 pub mod fuzzing {
-    pub use super::abi::S_OK;
     pub use super::chain::{Chain, Head};
     pub use super::config::RANGES_MAX;
     pub use super::inflight::InflightRegion;
     pub use super::memory::{Cursor, GuestMemory, RegionSpec};
     pub use super::message::{HEADER_BYTES, PAYLOAD_MAX_BYTES};
-    pub use super::request::{Action, BlockRequest, Parser};
+    pub use super::request::{Action, BlockRequest, Parser, S_OK};
     pub use super::ring::{Ring, RingSpec};
 }

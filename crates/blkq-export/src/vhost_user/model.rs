@@ -12,7 +12,7 @@ use std::sync::Arc;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Disk, EngineThread};
 
-use super::abi::feature;
+use super::config::feature;
 use super::harness::{Driver, Guest};
 use super::message::VringAddresses;
 use super::source::RingContext;

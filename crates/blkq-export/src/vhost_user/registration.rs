@@ -76,13 +76,11 @@ impl RegisteredTables {
 
     fn check_limits(&self, bytes: u64) -> Result<(), Error> {
         let engines = self.engines.len() as u64;
-        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         let needed = bytes.saturating_mul(engines);
+        let (guest_mib, needed_mib) = (bytes.div_ceil(1 << 20), needed.div_ceil(1 << 20));
         if let Some(most) = self.limits.locked_max.filter(|most| needed > *most) {
             let message = format!(
-                "{} MiB of guest memory, registered with each of {engines} engines, need {} MiB of locked memory, but {} MiB may be locked (RLIMIT_MEMLOCK)",
-                mib(bytes),
-                mib(needed),
+                "{guest_mib} MiB of guest memory, registered with each of {engines} engines, need {needed_mib} MiB of locked memory, but {} MiB may be locked (RLIMIT_MEMLOCK)",
                 most >> 20
             );
             let hint = "raise the limit (ulimit -l, LimitMEMLOCK= of systemd)";
@@ -90,8 +88,7 @@ impl RegisteredTables {
         }
         if let Some(most) = self.limits.memory_left.filter(|most| bytes > *most) {
             let message = format!(
-                "registration allocates all {} MiB of guest memory, but {} MiB are left to the cgroup of this process",
-                mib(bytes),
+                "registration allocates all {guest_mib} MiB of guest memory, but {} MiB are left to the cgroup of this process",
                 most >> 20
             );
             return Err(Error::new(ErrorKind::Invalid, message).with_hint("raise memory.max of the cgroup"));

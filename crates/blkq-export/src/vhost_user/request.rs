@@ -5,11 +5,31 @@ use std::sync::Arc;
 
 use blkq::{Data, IoResult, Operation, Sector, Status};
 
-use super::abi::*;
 use super::chain::{Buffer, Chain, RingError, for_each_part};
 use super::config::RANGES_MAX;
 use super::memory::{Cursor, GuestMemory};
 use super::segments::{Gathered, SegmentPool};
+
+// Types of requests (VIRTIO_BLK_T_*).
+const T_IN: u32 = 0;
+const T_OUT: u32 = 1;
+const T_FLUSH: u32 = 4;
+const T_GET_ID: u32 = 8;
+const T_DISCARD: u32 = 11;
+const T_WRITE_ZEROES: u32 = 13;
+
+// Status of a completed request (VIRTIO_BLK_S_*).
+pub const S_OK: u8 = 0;
+pub const S_IOERR: u8 = 1;
+const S_UNSUPP: u8 = 2;
+
+const HEADER_BYTES: usize = 16;
+/// Size of a range of a discard or write zeroes in a request.
+const RANGE_BYTES: usize = 16;
+/// A flag of a range: write zeroes may deallocate the range.
+const RANGE_UNMAP: u32 = 1;
+/// Size of a serial number, which has no terminator if it is that long.
+const ID_BYTES: usize = 20;
 
 /// Most data of a request in bytes. Longer requests fail.
 const DATA_MAX_BYTES: u64 = 1 << 30;

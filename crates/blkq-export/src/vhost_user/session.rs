@@ -11,9 +11,8 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-use super::abi::feature;
 use super::channel::{Incoming, send_some};
-use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
+use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, feature, features};
 use super::inflight::{InflightRegion, recorded_size};
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
@@ -82,10 +81,8 @@ impl Session {
         let header = incoming.header;
         self.not_started = false;
         let kind = RequestKind::of(header.code);
-        let done = match kind {
-            Some(kind) => self.execute(incoming, kind),
-            None => Err(refuse("unknown request")),
-        };
+        let known = kind.ok_or_else(|| refuse("unknown request"));
+        let done = known.and_then(|kind| self.execute(incoming, kind));
         // Taken after the request is executed, because user-mode Linux expects the acknowledgement of the
         // very message that negotiates acknowledgements.
         let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
@@ -331,7 +328,8 @@ impl Session {
 
     fn config(&self, range: ConfigRange) -> Reply {
         let mut bytes = range.as_bytes().to_vec();
-        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.visible_write_cache());
+        let config =
+            config(&self.shared.disk.limits(), self.shared.engines.len() as u16, self.visible_write_cache());
         // Fields that the device does not have read as zeroes.
         let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
         bytes.extend((range.offset..range.offset + range.size).map(at));
@@ -340,15 +338,11 @@ impl Session {
 
     fn set_config(&mut self, (range, bytes): (ConfigRange, &[u8])) -> Result<(), Error> {
         let ConfigRange { offset, size, flags } = range;
-        match (bytes, flags) {
-            (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
-                self.set_writeback(value == 1);
-                Ok(())
-            }
-            _ => {
-                Err(refuse(format!("the {size} bytes at offset {offset} of the configuration are read-only")))
-            }
+        if let (&[value @ 0..=1], 0 | 1, WRITEBACK_AT) = (bytes, flags, offset as usize) {
+            self.set_writeback(value == 1);
+            return Ok(());
         }
+        Err(refuse(format!("the {size} bytes at offset {offset} of the configuration are read-only")))
     }
 
     fn new_inflight(&mut self, area: InflightArea, payload_bytes: usize) -> Result<Reply, Error> {

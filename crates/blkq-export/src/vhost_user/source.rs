@@ -21,12 +21,11 @@ use crate::client_kind;
 use crate::submissions::{ENGINE_QUEUE, Slots, Submissions};
 use crate::work::TurnWork;
 
-use super::abi::{S_IOERR, S_OK};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
-use super::request::{Action, BlockRequest, Parser, Range, status_of};
+use super::request::{Action, BlockRequest, Parser, Range, S_IOERR, S_OK, status_of};
 use super::ring::Ring;
 use super::segments::{copy_in, copy_out};
 use super::status::{RingStatus, Shared, VhostUserCounters};

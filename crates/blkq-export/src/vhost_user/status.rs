@@ -191,12 +191,9 @@ impl Registry {
     pub fn leave(&self) {
         let mut state = lock(&self.state);
         if let Some(front_end) = state.front_end.take() {
-            let counters = front_end.counters();
-            state.sum += counters;
+            state.sum += front_end.counters();
             drop(state);
-            if let Some(event) = &self.idle_event {
-                signal(event);
-            }
+            self.idle_event.iter().for_each(|event| signal(event));
         }
     }
 
@@ -313,10 +310,6 @@ impl Shared {
             calls: std::array::from_fn(|_| Notifier::default()),
             errors: Notifier::default(),
         })
-    }
-
-    pub fn queues(&self) -> u16 {
-        self.engines.len() as u16
     }
 
     pub fn engine_of(&self, index: u32) -> usize {

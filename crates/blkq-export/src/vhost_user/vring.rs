@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use blkq::{EngineHandle, Error, SourceId, StoppingSource};
 
-use super::abi::feature;
+use super::config::feature;
 use super::inflight::InflightRegion;
 use super::message::{F_PROTOCOL_FEATURES, VringAddresses, refuse};
 use super::ring::{RING_SIZE_MAX, Ring, RingSpec};

@@ -6,7 +6,7 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Disk, EngineThread};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::super::abi::feature;
+use super::super::config::feature;
 use super::super::device_harness::Device;
 use super::super::harness::{Driver, Guest, USER_OFFSET};
 use super::super::message::{code, protocol};
