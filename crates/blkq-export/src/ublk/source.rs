@@ -254,11 +254,8 @@ impl QueueSource {
 
     fn commit(&mut self, cx: &mut SourceContext<'_>, index: u16, result: Result<(), i32>) {
         self.in_flight -= 1;
-        let result = match result {
-            Ok(()) => self.slots[usize::from(index)].good_result,
-            Err(errno) => -errno,
-        };
-        self.command(cx, abi::COMMIT_AND_FETCH, index, result);
+        let good_result = self.slots[usize::from(index)].good_result;
+        self.command(cx, abi::COMMIT_AND_FETCH, index, result.map_or_else(|errno| -errno, |()| good_result));
     }
 
     fn begin(&mut self, cx: &mut SourceContext<'_>, index: u16) {

@@ -156,14 +156,8 @@ pub fn refuse(reason: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, reason)
 }
 
-/// The number of a ring, and a value for it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct VringState {
-    pub index: u32,
-    /// The size, the base or the state of the ring, depending on the message.
-    pub number: u32,
-}
+/// The number of a ring, and its size, base or state, depending on the message.
+pub type VringState = [u32; 2];
 
 /// Addresses of the parts of a ring in the address space of the front end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -180,16 +174,9 @@ pub struct VringAddresses {
     pub log: u64,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct Region {
-    /// Guest address of the first byte.
-    pub guest: u64,
-    pub size: u64,
-    /// Address of the first byte in the front end.
-    pub user: u64,
-    pub offset: u64,
-}
+/// A region of guest memory: the guest address of its first byte, its size, the address of the first byte in the
+/// front end, and the offset in the file.
+pub type Region = [u64; 4];
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -205,16 +192,9 @@ pub struct InflightArea {
 /// Some front ends send the structure without its padding.
 const INFLIGHT_BYTES: usize = 20;
 
-/// A range of the configuration space.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct ConfigRange {
-    pub offset: u32,
-    /// Length in bytes, at least 1.
-    pub size: u32,
-    /// Whether the range is written for a migration.
-    pub flags: u32,
-}
+/// A range of the configuration space: its offset, its length in bytes (at least 1), and whether it is written for
+/// a migration.
+pub type ConfigRange = [u32; 3];
 
 pub fn wrong_size(payload: &[u8]) -> Error {
     refuse(format!("a payload of {} bytes has the wrong size", payload.len()))
@@ -244,8 +224,8 @@ pub fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region,
 }
 
 pub fn single_region(payload: &[u8]) -> Result<Region, Error> {
-    let (_padding, rest) = u64::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
-    Region::read_from_bytes(rest).map_err(|_| wrong_size(payload))
+    let [_padding, region @ ..]: [u64; 5] = whole(payload)?;
+    Ok(region)
 }
 
 /// Parses the number of a ring, and returns it with its eventfd, which may be missing if the payload says so.
@@ -265,9 +245,9 @@ pub fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Opti
 /// Parses a range of the configuration space, with its bytes.
 pub fn config_range(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Error> {
     let (range, bytes) = ConfigRange::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
-    let end = range.offset.checked_add(range.size);
-    if range.size == 0 || end.is_none_or(|end| end > CONFIG_MAX_BYTES) || bytes.len() != range.size as usize {
-        let ConfigRange { offset, size, .. } = range;
+    let [offset, size, _] = range;
+    let end = offset.checked_add(size);
+    if size == 0 || end.is_none_or(|end| end > CONFIG_MAX_BYTES) || bytes.len() != size as usize {
         return Err(refuse(format!(
             "invalid configuration range: {size} bytes at offset {offset}, with {} bytes of data",
             bytes.len()

@@ -123,21 +123,21 @@ impl Session {
                 self.set_memory(GuestMemory::map(specs?)?);
             }
             (code::SET_VRING_NUM, _) => {
-                let VringState { index, number } = whole(payload)?;
-                self.vring(index)?.set_size(number)?;
+                let [index, size]: VringState = whole(payload)?;
+                self.vring(index)?.set_size(size)?;
             }
             (code::SET_VRING_BASE, _) => {
-                let VringState { index, number } = whole(payload)?;
-                self.vring(index)?.set_base(number)?;
+                let [index, base]: VringState = whole(payload)?;
+                self.vring(index)?.set_base(base)?;
             }
             (code::GET_VRING_BASE, _) => {
-                let VringState { index, .. } = whole(payload)?;
-                let state = VringState { index, number: self.vring(index)?.stop_for_base() };
-                return Ok(Some(Reply::new(code, state.as_bytes())));
+                let [index, _]: VringState = whole(payload)?;
+                let base = self.vring(index)?.stop_for_base();
+                return Ok(Some(Reply::new(code, [index, base].as_bytes())));
             }
             (code::SET_VRING_ENABLE, _) => {
-                let VringState { index, number } = whole(payload)?;
-                self.vring(index)?.set_enabled(number)?;
+                let [index, state]: VringState = whole(payload)?;
+                self.vring(index)?.set_enabled(state)?;
                 self.start_ring(index);
             }
             (code::SET_VRING_ADDR, _) => {
@@ -182,8 +182,8 @@ impl Session {
                 self.set_memory(self.memory.with_region(spec)?);
             }
             (code::REM_MEM_REG, _) => {
-                let region = single_region(payload)?;
-                self.set_memory(self.memory.without_region((region.guest, region.user, region.size))?);
+                let [guest, size, user, _] = single_region(payload)?;
+                self.set_memory(self.memory.without_region((guest, user, size))?);
             }
             (code::SET_STATUS, _) => {
                 let status: u64 = whole(payload)?;
@@ -327,17 +327,17 @@ impl Session {
     }
 
     fn config(&self, range: ConfigRange) -> Reply {
+        let [offset, size, _] = range;
         let mut bytes = range.as_bytes().to_vec();
         let config =
             config(&self.shared.disk.limits(), self.shared.engines.len() as u16, self.visible_write_cache());
         // Fields that the device does not have read as zeroes.
         let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
-        bytes.extend((range.offset..range.offset + range.size).map(at));
+        bytes.extend((offset..offset + size).map(at));
         Reply::new(code::GET_CONFIG, &bytes)
     }
 
-    fn set_config(&mut self, (range, bytes): (ConfigRange, &[u8])) -> Result<(), Error> {
-        let ConfigRange { offset, size, flags } = range;
+    fn set_config(&mut self, ([offset, size, flags], bytes): (ConfigRange, &[u8])) -> Result<(), Error> {
         if let (&[value @ 0..=1], 0 | 1, WRITEBACK_AT) = (bytes, flags, offset as usize) {
             self.set_writeback(value == 1);
             return Ok(());
@@ -455,7 +455,6 @@ fn check_inflight(area: &InflightArea) -> Result<(), Error> {
 }
 
 fn spec((region, file): (Region, UntrustedFd)) -> Result<RegionSpec, Error> {
-    let Region { guest, size, user, offset } = region;
-    let file = file.into_memory()?;
-    Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })
+    let [guest_start, length, user_start, file_offset] = region;
+    Ok(RegionSpec { guest_start, user_start, length, file: file.into_memory()?, file_offset })
 }

@@ -12,9 +12,10 @@ use std::time::Duration;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, statx};
 use rustix::io::ioctl_fionread;
-use rustix::net::{AddressFamily, Shutdown, SocketAddrAny, SocketType, getpeername, shutdown, sockopt};
+use rustix::net::{Shutdown, SocketAddrAny, SocketType, getpeername, shutdown, sockopt};
 
 use crate::mapping::check_file_system;
+use crate::peer::is_unix;
 
 /// Number of threads of each kind. That number of descriptors may hang before others have to wait.
 const THREADS_MAX: usize = 4;
@@ -80,9 +81,7 @@ impl UntrustedFd {
     /// Fails with [`ErrorKind::Invalid`] for all but a connected unix socket, and for a connection to `own`,
     /// the socket on which the device listens: the device would itself keep such a connection open.
     pub fn check_socket(&self, own: Option<&SocketAddrAny>) -> Result<(), Error> {
-        let is_unix = sockopt::socket_domain(self).is_ok_and(|domain| domain == AddressFamily::UNIX);
-        let peer = getpeername(self).ok().filter(|_| is_unix);
-        match peer {
+        match getpeername(self).ok().filter(|_| is_unix(self)) {
             None => Err(unfit("the descriptor is not a connected unix socket")),
             Some(peer) if peer.is_some() && peer.as_ref() == own => {
                 Err(unfit("the descriptor is a connection to the device itself"))
