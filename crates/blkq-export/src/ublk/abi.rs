@@ -230,15 +230,6 @@ pub struct DiscardParameters {
     pub(super) reserved0: u16,
 }
 
-// struct ublk_param_dma_align
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-pub struct AlignParameters {
-    /// A mask below the page size: these bits are zero in the address and length of each memory segment.
-    pub alignment: u32,
-    pub(super) pad: u32,
-}
-
 // UBLK_PARAM_TYPE_*, bits of Parameters::types: which members are present.
 pub const PARAM_BASIC: u32 = 1 << 0;
 pub const PARAM_DISCARD: u32 = 1 << 1;
@@ -255,7 +246,10 @@ pub struct Parameters {
     pub discard: DiscardParameters,
     pub(super) devt: [u32; 4],
     pub(super) zoned: [u32; 8],
-    pub align: AlignParameters,
+    // struct ublk_param_dma_align
+    /// A mask below the page size: these bits are zero in the address and length of each memory segment.
+    pub alignment: u32,
+    pub(super) align_pad: u32,
     /// Beginning of `struct ublk_param_segment`, unused. It avoids implicit padding, as `IntoBytes` demands.
     pub(super) end: u32,
 }
@@ -275,7 +269,7 @@ const _: () = {
     assert!(size_of::<DiscardParameters>() == 20);
     assert!(offset_of!(Parameters, basic) == 8 && offset_of!(Parameters, discard) == 40);
     assert!(offset_of!(Parameters, devt) == 60 && offset_of!(Parameters, zoned) == 76);
-    assert!(offset_of!(Parameters, align) == 108 && size_of::<Parameters>() == 120);
+    assert!(offset_of!(Parameters, alignment) == 108 && size_of::<Parameters>() == 120);
 };
 
 #[cfg(test)]

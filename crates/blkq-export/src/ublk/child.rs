@@ -22,22 +22,14 @@ pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 /// How long a process may take to exit if no request hangs.
 pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// A request, or the reply to the request with the same `sequence`.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
-pub(super) struct Request {
-    pub what: u32,
+pub(super) struct Message {
+    /// What is requested; or the errno of a reply, 0 if the request succeeded.
+    pub code: u32,
     pub sequence: u32,
     pub info: DeviceInfo,
-}
-
-/// The reply to the request with the same `sequence`.
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-struct Reply {
-    sequence: u32,
-    /// 0 if the request succeeded.
-    errno: i32,
-    info: DeviceInfo,
 }
 
 /// The server's end. The process exits when this is dropped, which waits for the exit.
@@ -109,16 +101,15 @@ impl ServerEnd {
     /// # Errors
     /// Returns the process's error, which has a number, or one without a number: [`io::ErrorKind::TimedOut`]
     /// if there is no reply, or that the process was killed.
-    pub fn ask(&mut self, what: u32, info: DeviceInfo) -> io::Result<DeviceInfo> {
-        self.send(what, info)?;
+    pub fn ask(&mut self, code: u32, info: DeviceInfo) -> io::Result<DeviceInfo> {
+        self.send(code, info)?;
         loop {
-            let mut reply = Reply::new_zeroed();
-            self.stream.read_exact(reply.as_mut_bytes()).map_err(|e| self.no_reply(&e))?;
+            let reply = receive(&mut self.stream).map_err(|e| self.no_reply(&e))?;
             // A reply with another sequence number is the late one of an earlier request.
             if reply.sequence == self.sequence {
-                return match reply.errno {
+                return match reply.code {
                     0 => Ok(reply.info),
-                    errno => Err(io::Error::from_raw_os_error(errno)),
+                    errno => Err(io::Error::from_raw_os_error(errno as i32)),
                 };
             }
         }
@@ -128,9 +119,9 @@ impl ServerEnd {
     ///
     /// # Errors
     /// As [`ServerEnd::ask`].
-    pub fn send(&mut self, what: u32, info: DeviceInfo) -> io::Result<()> {
+    pub fn send(&mut self, code: u32, info: DeviceInfo) -> io::Result<()> {
         self.sequence = self.sequence.wrapping_add(1);
-        let request = Request { what, sequence: self.sequence, info };
+        let request = Message { code, sequence: self.sequence, info };
         self.stream.write_all(request.as_bytes()).map_err(|e| self.no_reply(&e))
     }
 
@@ -155,19 +146,19 @@ impl Drop for ServerEnd {
         let _ = self.stream.shutdown(Shutdown::Write);
         if !self.abandoned && self.stream.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
             // Replies that came late are still in the stream.
-            while self.stream.read(&mut [0; size_of::<Reply>()]).is_ok_and(|bytes| bytes > 0) {}
+            while self.stream.read(&mut [0; size_of::<Message>()]).is_ok_and(|bytes| bytes > 0) {}
         }
     }
 }
 
-/// Waits for the next request, in the forked process.
+/// Waits for the next message: in the forked process, for a request.
 ///
 /// # Errors
-/// Returns an error if the server has exited.
-pub(super) fn receive(socket: &mut UnixStream) -> io::Result<Request> {
-    let mut request = Request::new_zeroed();
-    socket.read_exact(request.as_mut_bytes())?;
-    Ok(request)
+/// Returns an error if the other process has exited, or after the timeout of the server.
+pub(super) fn receive(socket: &mut UnixStream) -> io::Result<Message> {
+    let mut message = Message::new_zeroed();
+    socket.read_exact(message.as_mut_bytes())?;
+    Ok(message)
 }
 
 /// Replies to the request number `sequence`, in the forked process.
@@ -184,7 +175,7 @@ pub(super) fn reply(
         Err(e) if e.kind() == io::ErrorKind::TimedOut => (libc::ETIMEDOUT, DeviceInfo::default()),
         Err(e) => (e.raw_os_error().unwrap_or(libc::EIO), DeviceInfo::default()),
     };
-    socket.write_all(Reply { sequence, errno, info }.as_bytes())
+    socket.write_all(Message { code: errno as u32, sequence, info }.as_bytes())
 }
 
 /// Whether the process `server` is the parent of this one. If the server has exited, another process is.

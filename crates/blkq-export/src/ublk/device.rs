@@ -19,7 +19,7 @@ use super::identity::{Identity, stop};
 use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::setup::SetupProcess;
-use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
+use super::source::{QueueOptions, QueueSource, Shared};
 use super::usage;
 use crate::retry::retry;
 
@@ -286,7 +286,7 @@ impl UblkDevice {
     /// completes a request of that tag until another server takes the device over.
     pub fn failure(&self) -> Option<Error> {
         let serving = lock(&self.serving);
-        let RefusedCommand { queue, tag, errno } = *serving.as_ref()?.shared.refused.get()?;
+        let (queue, tag, errno) = *serving.as_ref()?.shared.refused.get()?;
         let what =
             format!("{}: the kernel refused the command of queue {queue}, tag {tag}", self.identity().path());
         Some(Error::system(what, io::Error::from_raw_os_error(errno)))

@@ -216,7 +216,7 @@ impl Watch<'_> {
         let request = receive(&mut self.socket)?;
         let path = self.directory.join(format!("ublkb{}", request.info.dev_id)).display().to_string();
         let mut done = Ok(());
-        match request.what {
+        match request.code {
             ON => {
                 self.used = false;
                 done = Nodes::new(path).map(|nodes| self.nodes = Some(nodes));

@@ -2,7 +2,7 @@
 
 use blkq::{Error, ErrorKind, QueueLimits};
 
-use super::abi::{self, AlignParameters, BasicParameters, DiscardParameters, Parameters};
+use super::abi::{self, BasicParameters, DiscardParameters, Parameters};
 use super::copy::CopyMode;
 use crate::mapping::page_bytes;
 
@@ -50,7 +50,7 @@ pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Er
     Ok(Parameters {
         len: size_of::<Parameters>() as u32,
         types: abi::PARAM_BASIC | abi::PARAM_DISCARD | align,
-        align: AlignParameters { alignment: block - 1, ..AlignParameters::default() },
+        alignment: block - 1,
         basic: BasicParameters {
             attrs,
             logical_bs_shift: shift(block),
@@ -123,7 +123,7 @@ mod tests {
         for block in [512, 4096] {
             let limits = QueueLimits { logical_block_bytes: block, ..limits() };
             let got = parameters(&limits, CopyMode::None).unwrap();
-            assert_eq!((got.types, got.align.alignment), (1 | 2 | 16, block - 1));
+            assert_eq!((got.types, got.alignment), (1 | 2 | 16, block - 1));
         }
     }
 

@@ -20,7 +20,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use zerocopy::IntoBytes;
 
 use super::abi::{DeviceInfo, command};
-use super::child::{self, Request, ServerEnd, receive, reply};
+use super::child::{self, Message, ServerEnd, receive, reply};
 use super::control::{ControlDevice, START_TIMEOUT, complete_one, failed, not_added};
 
 /// How much longer the server waits for a reply than the process waits for the kernel.
@@ -97,12 +97,9 @@ impl SetupProcess {
     }
 }
 
-/// A command that did not complete in time. The kernel may still complete it.
-struct Unfinished {
-    what: u32,
-    id: u32,
-    control: ControlDevice,
-}
+/// A command that did not complete in time: its code, its device, and the control device. The kernel may still
+/// complete it.
+type Unfinished = ((u32, u32), ControlDevice);
 
 /// Executes the next request. If the same command for the same device has not completed yet, this waits for
 /// it again, because a second command would only wait for the first one.
@@ -110,25 +107,24 @@ struct Unfinished {
 /// # Errors
 /// Returns an error if the server has exited.
 fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
-    let Request { what, sequence, mut info } = receive(socket)?;
-    let id = info.dev_id;
-    let (result, control) =
-        match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
-            Some(Unfinished { mut control, .. }) => (control.wait_again(), Some(control)),
-            None => match ControlDevice::open() {
-                Ok(mut control) => (execute(&mut control, what, server, &mut info), Some(control)),
-                // The server has opened the control device before. The reply has only a number, so EIO
-                // represents the reason.
-                Err(_) => (Err(io::Error::from_raw_os_error(libc::EIO)), None),
-            },
-        };
+    let Message { code, sequence, mut info } = receive(socket)?;
+    let command = (code, info.dev_id);
+    let (result, control) = match unfinished.take_if(|(unfinished, _)| *unfinished == command) {
+        Some((_, mut control)) => (control.wait_again(), Some(control)),
+        None => match ControlDevice::open() {
+            Ok(mut control) => (execute(&mut control, code, server, &mut info), Some(control)),
+            // The server has opened the control device before. The reply has only a number, so EIO
+            // represents the reason.
+            Err(_) => (Err(io::Error::from_raw_os_error(libc::EIO)), None),
+        },
+    };
     if let Some(control) = control
         && result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::TimedOut)
     {
         // The ring of the previous command stays open, too: closing it would wait for the command.
-        std::mem::forget(unfinished.replace(Unfinished { what, id, control }));
+        std::mem::forget(unfinished.replace((command, control)));
     }
-    let added = what == command::ADD_DEV && result.is_ok();
+    let added = code == command::ADD_DEV && result.is_ok();
     let sent = reply(socket, sequence, result.map(|()| info));
     if sent.is_err() && added {
         // The server has been killed, and its state file does not contain the number of the device.

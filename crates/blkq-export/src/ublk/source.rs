@@ -52,17 +52,11 @@ const DESCRIPTOR_WORDS: usize = size_of::<IoDescriptor>() / size_of::<u64>();
 pub(super) struct Shared {
     /// The character device. The kernel completes the removal of the device when it is closed.
     pub file: File,
-    /// The first refused command. Requests of its tag wait until another server takes the device over.
-    pub refused: OnceLock<RefusedCommand>,
+    /// The queue, tag and errno of the first refused command. Requests of its tag wait until another server takes
+    /// the device over.
+    pub refused: OnceLock<(u16, u16, i32)>,
     /// A non-blocking eventfd that is written when `refused` is set.
     pub failure_event: Arc<OwnedFd>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct RefusedCommand {
-    pub queue: u16,
-    pub tag: u16,
-    pub errno: i32,
 }
 
 /// Why the kernel refused a command with this result, which is not `UBLK_IO_RES_OK`, as an errno. `None` for
@@ -379,7 +373,7 @@ impl QueueSource {
     fn fail_tag(&mut self, index: u16, errno: i32) {
         let QueueOptions { shared, queue, .. } = &self.options;
         let tag = self.slots[usize::from(index)].tag;
-        if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
+        if shared.refused.set((*queue, tag, errno)).is_ok() {
             signal(&shared.failure_event);
         }
     }
