@@ -97,7 +97,7 @@ impl IdleWatch {
         let started = self.ask(ON, id);
         self.on = started.is_ok();
         // A process that has not replied in time may still start to scan.
-        started.inspect_err(|_| _ = self.send(OFF))
+        started.inspect_err(|_| _ = self.socket.send(OFF, DeviceInfo::default()))
     }
 
     /// Stops watching. When this returns, no scan claims the device.
@@ -116,7 +116,7 @@ impl IdleWatch {
 
     pub(super) fn resume(&mut self) {
         if self.on {
-            let _ = self.send(RESUME);
+            let _ = self.socket.send(RESUME, DeviceInfo::default());
         }
     }
 
@@ -126,11 +126,7 @@ impl IdleWatch {
     }
 
     fn ask(&mut self, what: u32, id: u32) -> io::Result<()> {
-        self.socket.ask(what, DeviceInfo { dev_id: id, ..DeviceInfo::default() }).map(|_| ())
-    }
-
-    fn send(&mut self, what: u32) -> io::Result<()> {
-        self.socket.send(what, DeviceInfo::default())
+        self.socket.ask(what, DeviceInfo { dev_id: id, ..DeviceInfo::default() }).map(drop)
     }
 }
 
