@@ -26,7 +26,7 @@ pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(super) struct Message {
-    /// What is requested; or the errno of a reply, 0 if the request succeeded.
+    /// The command of a request; the errno of a reply, 0 if the request succeeded.
     pub code: u32,
     pub sequence: u32,
     pub info: DeviceInfo,

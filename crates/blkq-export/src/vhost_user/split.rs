@@ -214,9 +214,8 @@ impl SplitInflight {
             let mut head = self.last_batch;
             for _ in 0..shown {
                 if head >= size {
-                    return Err(RingError::Inflight {
-                        what: "the last batch names a descriptor that does not exist",
-                    });
+                    let what = "the last batch names a descriptor that does not exist";
+                    return Err(RingError::Inflight { what });
                 }
                 self.area.store_u8(record(head) + MARK, 0, Relaxed);
                 head = self.area.load_u16(record(head) + NEXT, Relaxed);

@@ -218,11 +218,8 @@ impl Registry {
             Event::RingRejected(..) => lock(&self.state).sum.rejected_rings += 1,
             _ => {}
         }
-        self.reports.push(discriminant(&event), |unreported, _| Report {
-            peer: peer.to_owned(),
-            event,
-            unreported,
-        });
+        let kind = discriminant(&event);
+        self.reports.push(kind, |unreported, _| Report { peer: peer.to_owned(), event, unreported });
     }
 
     pub fn take_reports(&self) -> Vec<Report> {
