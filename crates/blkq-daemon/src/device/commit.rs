@@ -12,10 +12,8 @@ use blkq_drivers::no_backing_file;
 use blkq_drivers::qcow2::{BackingFile, BaseFiles, BlockCommit, CommitSource};
 use blkq_protocol::control::Committed;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::info::DaemonState;
 use blkq_protocol::options::Record;
 
-use super::Device;
 use super::running::{Running, Served, new_warnings};
 use crate::log;
 
@@ -28,68 +26,8 @@ const LAST_PASS_MAX: Duration = Duration::from_secs(10);
 /// Assumed until a rate was measured, in bytes per second.
 const RATE_ASSUMED: f64 = 1e8;
 
-impl Device {
-    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
-    pub fn check_committable(&self) -> Outcome {
-        let running = self.running()?;
-        source(&running)?;
-        running.changes.check_no_commit()
-    }
-
-    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
-    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
-    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
-    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
-    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
-    /// a failure, the device continues with the overlay.
-    pub fn commit<G>(
-        &self,
-        files: BaseFiles,
-        number: u64,
-        client: &str,
-        stop: &dyn Fn() -> Outcome,
-        last: impl Fn() -> Outcome<Option<G>>,
-        save: impl FnOnce(&DaemonState) -> Outcome,
-    ) -> Outcome<Committed> {
-        let running = self.running()?;
-        let mut job = Commit::begin(&running, files, number, client, stop)?;
-        job.commit.count(stop)?;
-        loop {
-            let most = job.copy_passes()?;
-            let changing = running.changes.begin(&|| Ok(()))?;
-            running.check_not_held()?;
-            let emptied = lock(&running.served).image.clone();
-            let exchange = running.disk.begin_exchange()?;
-            if !Arc::ptr_eq(&running.disk.driver(), &job.top) {
-                return Err(Failure::new("the device has switched to another image; try again"));
-            }
-            let commit = &mut job.commit;
-            // This must be checked before the overlay is emptied.
-            exchange.check(commit.driver()?)?;
-            let until = Instant::now() + 2 * most;
-            if !commit.catch_up(&|| Ok::<_, Failure>(last()?.is_some() && Instant::now() < until))? {
-                continue;
-            }
-            let Some(stage) = last()? else { continue };
-            let (image, copied_bytes) = (job.next.image.clone(), commit.progress().0);
-            let warnings = new_warnings(commit.driver()?, &*job.top);
-            // Fails if the device has stopped meanwhile.
-            let save = || save(&self.state_with(&*self.running()?, &job.next));
-            running.replace(&exchange, commit.finish(save)?.into())?;
-            *lock(&running.served) = job.next.clone();
-            drop(exchange);
-            // The locks are released before the flush below, which may take long or hang: a forced stop must
-            // not wait for it.
-            drop((stage, changing));
-            running.log_broken();
-            commit.free();
-            return Ok(Committed { image, emptied, copied_bytes, warnings });
-        }
-    }
-}
-
 /// A block commit in progress, which ends when this is dropped.
-struct Commit<'a> {
+pub(super) struct Commit<'a> {
     running: &'a Arc<Running>,
     commit: BlockCommit,
     /// The driver of the overlay.
@@ -111,9 +49,9 @@ impl Drop for Commit<'_> {
 }
 
 impl<'a> Commit<'a> {
-    /// Begins a commit of the active overlay into `files`, as [`Device::commit`] describes it. Refuses an
+    /// Begins a commit of the active overlay into `files`, as `Device::commit` describes it. Refuses an
     /// unsuitable backing file, and reserves space in it for the dirty bitmaps of the device.
-    fn begin(
+    pub(super) fn begin(
         running: &'a Arc<Running>,
         files: BaseFiles,
         number: u64,
@@ -138,6 +76,45 @@ impl<'a> Commit<'a> {
         check_keeps_bitmaps(&running.disk, driver)?;
         driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         Ok(commit)
+    }
+
+    /// Copies the overlay, and pivots the device to the backing file.
+    pub(super) fn run<G>(
+        mut self,
+        last: impl Fn() -> Outcome<Option<G>>,
+        save: impl FnOnce(&Served) -> Outcome,
+    ) -> Outcome<Committed> {
+        let running = self.running;
+        self.commit.count(self.stop)?;
+        loop {
+            let most = self.copy_passes()?;
+            let changing = running.changes.begin(&|| Ok(()))?;
+            running.check_not_held()?;
+            let emptied = lock(&running.served).image.clone();
+            let exchange = running.disk.begin_exchange()?;
+            if !Arc::ptr_eq(&running.disk.driver(), &self.top) {
+                return Err(Failure::new("the device has switched to another image; try again"));
+            }
+            let commit = &mut self.commit;
+            // This must be checked before the overlay is emptied.
+            exchange.check(commit.driver()?)?;
+            let until = Instant::now() + 2 * most;
+            if !commit.catch_up(&|| Ok::<_, Failure>(last()?.is_some() && Instant::now() < until))? {
+                continue;
+            }
+            let Some(stage) = last()? else { continue };
+            let (image, copied_bytes) = (self.next.image.clone(), commit.progress().0);
+            let warnings = new_warnings(commit.driver()?, &*self.top);
+            running.replace(&exchange, commit.finish(|| save(&self.next))?.into())?;
+            *lock(&running.served) = self.next.clone();
+            drop(exchange);
+            // The locks are released before the flush below, which may take long or hang: a forced stop must
+            // not wait for it.
+            drop((stage, changing));
+            running.log_broken();
+            commit.free();
+            return Ok(Committed { image, emptied, copied_bytes, warnings });
+        }
     }
 
     /// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that
@@ -190,7 +167,7 @@ impl<'a> Commit<'a> {
     }
 }
 
-fn source(running: &Running) -> Outcome<CommitSource> {
+pub(super) fn source(running: &Running) -> Outcome<CommitSource> {
     let image = running.image().ok_or_else(|| no_backing_file(running.disk.driver().name()))?;
     Ok(image.commit_source()?)
 }

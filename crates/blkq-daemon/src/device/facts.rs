@@ -11,105 +11,98 @@ use blkq_export::nbd::{ConnectionInfo, NbdCounters};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters, VhostUserDevice};
 use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::failure::Outcome;
 use blkq_protocol::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use blkq_protocol::options::{Key, ROWS};
 
 use super::Device;
 use super::running::Running;
-use super::settings::Fact;
+use super::settings::{self, Fact};
 use crate::log;
 
 /// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
 const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];
 
-impl Device {
-    /// Fails if the device has stopped.
-    pub fn info(&self) -> Outcome<DeviceInfo> {
-        let running = self.running()?;
-        let now = lock(&running.served).clone();
-        let disk = &running.disk;
-        let limits = disk.limits();
-        let mut facts = disk.driver().describe();
-        let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
-        let front_end = front_end.as_ref();
-        let owned =
-            |facts: Vec<Fact>| facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        let settings = owned(self.settings_now(&running, &facts, front_end));
-        let direct_io = take_direct_io(&mut facts);
-        // Shown with the settings.
-        take(&mut facts, Key::Dispatch.row().name);
-        let clients =
-            running.servers.connections().map(|ConnectionInfo { peer, age, counters, in_flight, .. }| {
-                let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = counters;
-                client_info(peer, age, [requests, errors, read_bytes, written_bytes], in_flight)
-            });
-        let guest = front_end.map(|FrontEndInfo { peer, age, counters, in_flight, .. }| {
-            let VhostUserCounters { requests, errors, read_bytes, written_bytes, .. } = *counters;
-            client_info(peer.clone(), *age, [requests, errors, read_bytes, written_bytes], *in_flight)
+pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
+    let now = lock(&running.served).clone();
+    let disk = &running.disk;
+    let limits = disk.limits();
+    let mut facts = disk.driver().describe();
+    let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
+    let front_end = front_end.as_ref();
+    let owned = |facts: Vec<Fact>| facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let settings = owned(settings_now(device, running, &facts, front_end));
+    let direct_io = take_direct_io(&mut facts);
+    // Shown with the settings.
+    take(&mut facts, Key::Dispatch.row().name);
+    let clients =
+        running.servers.connections().map(|ConnectionInfo { peer, age, counters, in_flight, .. }| {
+            let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = counters;
+            client_info(peer, age, [requests, errors, read_bytes, written_bytes], in_flight)
         });
-        let mut warnings = disk.driver().warnings();
-        warnings.extend(self.warnings.iter().cloned());
-        let broken = disk.broken();
-        warnings
-            .extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
-        warnings.extend(front_end.into_iter().flat_map(rejected_rings));
-        warnings.extend(front_end.and_then(unregistered_memory));
-        Ok(DeviceInfo {
-            name: disk.name().to_owned(),
-            pid: std::process::id(),
-            uptime_seconds: running.uptime_ns() / 1_000_000_000,
-            state_directory: self.state_directory.clone(),
-            log: log::path().map(Path::to_owned),
-            exports: running.exports(),
-            clients: clients.chain(guest).collect(),
-            image: now.image,
-            driver: disk.driver().name().to_owned(),
-            size: limits.size_bytes(),
-            sector_size: limits.logical_block_bytes,
-            physical_sector_size: limits.physical_block_bytes,
-            read_only: limits.read_only,
-            autoclear: self.is_autoclear(),
-            held: disk.held(),
-            commit: running.changes.commit(),
-            unsafe_flush_ignore: self.flushes_ignored,
-            partscan: self.partscan,
-            sandbox: self.confinement.clone(),
-            direct_io,
-            attach_options: now.attach_options,
-            capabilities: capabilities(&limits),
-            settings,
-            driver_facts: owned(facts),
-            warnings,
-        })
+    let guest = front_end.map(|FrontEndInfo { peer, age, counters, in_flight, .. }| {
+        let VhostUserCounters { requests, errors, read_bytes, written_bytes, .. } = *counters;
+        client_info(peer.clone(), *age, [requests, errors, read_bytes, written_bytes], *in_flight)
+    });
+    let mut warnings = disk.driver().warnings();
+    warnings.extend(device.warnings.iter().cloned());
+    let broken = disk.broken();
+    warnings.extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
+    warnings.extend(front_end.into_iter().flat_map(rejected_rings));
+    warnings.extend(front_end.and_then(unregistered_memory));
+    DeviceInfo {
+        name: disk.name().to_owned(),
+        pid: std::process::id(),
+        uptime_seconds: running.uptime_ns() / 1_000_000_000,
+        state_directory: device.state_directory.clone(),
+        log: log::path().map(Path::to_owned),
+        exports: running.exports(),
+        clients: clients.chain(guest).collect(),
+        image: now.image,
+        driver: disk.driver().name().to_owned(),
+        size: limits.size_bytes(),
+        sector_size: limits.logical_block_bytes,
+        physical_sector_size: limits.physical_block_bytes,
+        read_only: limits.read_only,
+        autoclear: device.is_autoclear(),
+        held: disk.held(),
+        commit: running.changes.commit(),
+        unsafe_flush_ignore: device.flushes_ignored,
+        partscan: device.partscan,
+        sandbox: device.confinement.clone(),
+        direct_io,
+        attach_options: now.attach_options,
+        capabilities: capabilities(&limits),
+        settings,
+        driver_facts: owned(facts),
+        warnings,
     }
+}
 
-    /// Also contains facts that are shown with settings. `facts` are those of the driver.
-    fn settings_now(&self, running: &Running, facts: &[Fact], guest: Option<&FrontEndInfo>) -> Vec<Fact> {
-        let Running { servers, ublk, disk, .. } = running;
-        let ceiling = match disk.ceiling() {
-            Ceiling::NotSearched => None,
-            Ceiling::Unknown => Some("not found yet".to_owned()),
-            Ceiling::Found(limits) => Some(limits.to_string()),
-        };
-        let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
-        let others = [
-            ("ceiling", ceiling),
-            ("ublk", ublk.as_ref().map(UblkDevice::describe)),
-            ("register-memory", register_memory.map(|_| registered_memory(guest))),
-            ("metrics", self.metrics_uri()),
-        ];
-        let keys = ROWS.iter().map(|row| row.key).filter(|key| !SHOWN_ELSEWHERE.contains(key));
-        let in_force = keys.filter_map(|key| self.read_back(running, facts, key));
-        let in_force = in_force.map(|setting| (setting.name(), setting.value()));
-        let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
-        std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others).collect()
-    }
-
-    /// Sorted by name. Fails if the device has stopped.
-    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
-        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| bitmap_info(bitmap)).collect())
-    }
+/// Also contains facts that are shown with settings. `facts` are those of the driver.
+fn settings_now(
+    device: &Device,
+    running: &Running,
+    facts: &[Fact],
+    guest: Option<&FrontEndInfo>,
+) -> Vec<Fact> {
+    let Running { servers, ublk, disk, .. } = running;
+    let ceiling = match disk.ceiling() {
+        Ceiling::NotSearched => None,
+        Ceiling::Unknown => Some("not found yet".to_owned()),
+        Ceiling::Found(limits) => Some(limits.to_string()),
+    };
+    let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
+    let others = [
+        ("ceiling", ceiling),
+        ("ublk", ublk.as_ref().map(UblkDevice::describe)),
+        ("register-memory", register_memory.map(|_| registered_memory(guest))),
+        ("metrics", device.metrics_uri()),
+    ];
+    let keys = ROWS.iter().map(|row| row.key).filter(|key| !SHOWN_ELSEWHERE.contains(key));
+    let in_force = keys.filter_map(|key| settings::read_back(device, running, facts, key));
+    let in_force = in_force.map(|setting| (setting.name(), setting.value()));
+    let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
+    std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others).collect()
 }
 
 fn take(facts: &mut Vec<Fact>, name: &str) -> Option<String> {
@@ -167,7 +160,7 @@ fn capabilities(limits: &QueueLimits) -> Vec<String> {
     able.into_iter().filter(|(able, _)| *able).map(|(_, name)| name.to_owned()).collect()
 }
 
-fn bitmap_info(bitmap: &Bitmap) -> BitmapInfo {
+pub(super) fn bitmap_info(bitmap: &Bitmap) -> BitmapInfo {
     let (state, dirty) = match bitmap.state() {
         BitmapState::Recording => ("recording", Some(bitmap.dirty_bytes())),
         BitmapState::Disabled => ("disabled", Some(bitmap.dirty_bytes())),

@@ -24,26 +24,31 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, Weak};
 
 use blkq::sync::lock;
+use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
 use blkq::units::format_bytes;
 use blkq::{ErrorKind, Resume};
-use blkq_drivers::qcow2::{Qcow2, Target};
+use blkq_drivers::qcow2::{BaseFiles, Qcow2, Target};
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
-use blkq_protocol::control::NewSize;
-use blkq_protocol::control::bitmaps::BitmapChange;
+use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::statistics::Statistics;
+use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
+use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
-use blkq_protocol::options::{AttachOptions, Record};
+use blkq_protocol::options::{AttachOptions, Record, Setting};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
 
 use background::BackgroundThreads;
+use commit::Commit;
 use image::image_name;
 use running::{Running, Served, new_warnings, stopping};
 use saved_settings::DeviceSettings;
+use settings::{apply, check_change, read_back};
+use trace::DeviceTrace;
 
 pub use image::{absolute, with_ceph_files};
 pub use open::{FLUSHES_IGNORED, open, recover};
@@ -240,6 +245,108 @@ impl Device {
         Ok(info)
     }
 
+    /// Fails if the device has stopped.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        Ok(facts::info(self, &*self.running()?))
+    }
+
+    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
+    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
+    /// stopped.
+    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+        DeviceTrace::begin(&self.tracer, &self.running()?, ring_bytes, tracer)
+    }
+
+    /// Whether the device detaches with its last client.
+    pub fn is_autoclear(&self) -> bool {
+        self.autoclear.load(SeqCst)
+    }
+
+    /// The address of the metrics, if they are served.
+    fn metrics_uri(&self) -> Option<String> {
+        Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
+    }
+
+    /// Passes the threads to `change`. Fails if the device has stopped.
+    fn with_threads<T>(&self, change: impl FnOnce(&mut BackgroundThreads) -> Outcome<T>) -> Outcome<T> {
+        change(lock(&self.threads).as_mut().ok_or_else(stopping)?)
+    }
+
+    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
+        self.saved.read(key, value)
+    }
+
+    /// Settings of earlier versions in terms of this version.
+    pub fn translate(&self, settings: &[(String, String)]) -> Outcome<Vec<(String, String)>> {
+        Ok(settings::without(&*self.running()?).translate(settings))
+    }
+
+    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
+    /// rejects the value.
+    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        // Serializes concurrent changes, so that the recorded value is the one that was set last.
+        let _changing = running.changes.begin(permit)?;
+        check_change(&running, setting)?;
+        apply(&running.disk, Some((self, &running)), setting)?;
+        match setting {
+            // Also forgets the weight in the group.
+            Setting::Group(None) => self.saved.note_group(None),
+            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
+        }
+        Ok(())
+    }
+
+    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
+    /// possible without making it. Fails with the first setting that the device cannot have.
+    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
+        let running = self.running()?;
+        let facts = running.disk.driver().describe();
+        let mut changes = Vec::new();
+        for (key, value) in &self.translate(settings)? {
+            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
+            let to = self.read_setting(key, value).map_err(during)?;
+            let from = read_back(self, &running, &facts, to.key());
+            // Some settings cannot be set at all on this device, not even to the value that they have.
+            if from.as_ref() == Some(&to) {
+                continue;
+            }
+            check_change(&running, &to).map_err(during)?;
+            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
+            changes.push(Change { to, from, saved });
+        }
+        Ok(changes)
+    }
+
+    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
+    pub fn undo(&self, change: &Change) -> Outcome {
+        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
+        self.saved.replace(change.to.name(), change.saved.clone());
+        Ok(())
+    }
+
+    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
+    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
+    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
+        let running = self.running()?;
+        let _changing = running.changes.begin(permit)?;
+        let disk = &running.disk;
+        if disk.ceiling() != Ceiling::NotSearched {
+            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
+            return Err(Failure::new(rule));
+        }
+        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
+        let joined = self.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
+        self.saved.note_group(joined.is_ok().then_some((name, weight)));
+        joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
+    }
+
+    /// Sorted by name. Fails if the device has stopped.
+    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
+        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| facts::bitmap_info(bitmap)).collect())
+    }
+
     /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
     /// file. Fails if the image cannot have a bitmap file, or the device is stopping, and as `permit` does.
     pub fn set_bitmap_file(&self, file: File, permit: Permit) -> Outcome {
@@ -326,6 +433,33 @@ impl Device {
         drop(exchange);
         running.log_broken();
         Ok(warnings)
+    }
+
+    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
+    pub fn check_committable(&self) -> Outcome {
+        let running = self.running()?;
+        commit::source(&running)?;
+        running.changes.check_no_commit()
+    }
+
+    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
+    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
+    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
+    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
+    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
+    /// a failure, the device continues with the overlay.
+    pub fn commit<G>(
+        &self,
+        files: BaseFiles,
+        number: u64,
+        client: &str,
+        stop: &dyn Fn() -> Outcome,
+        last: impl Fn() -> Outcome<Option<G>>,
+        save: impl FnOnce(&DaemonState) -> Outcome,
+    ) -> Outcome<Committed> {
+        // Fails if the device has stopped meanwhile.
+        let save = |next: &Served| save(&self.state_with(&*self.running()?, next));
+        Commit::begin(&self.running()?, files, number, client, stop)?.run(last, save)
     }
 
     /// Unless `force` is set, fails if the device is in use; the error names the clients or processes, and the device

@@ -1,144 +1,52 @@
-//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`Device::read_back`], and
+//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`read_back`], and
 //! one in [`check_change`] only if it has a rule that depends on the device.
 
-use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use blkq::sync::lock;
-use blkq::throttle::{Ceiling, LimitMode, WEIGHT_DEFAULT};
+use blkq::throttle::{Ceiling, LimitMode};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::group::Joined;
 use blkq_protocol::options::{Key, Mechanism, Setting, Without};
 
 use super::Device;
 use super::background::BackgroundThreads;
-use super::running::{Permit, Running, stopping};
+use super::running::Running;
 
 /// The name and value of a fact with which a driver describes itself.
 pub(super) type Fact = (&'static str, String);
 
-impl Device {
-    /// Whether the device detaches with its last client.
-    pub fn is_autoclear(&self) -> bool {
-        self.autoclear.load(SeqCst)
-    }
-
-    /// The address of the metrics, if they are served.
-    pub(super) fn metrics_uri(&self) -> Option<String> {
-        Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
-    }
-
-    /// Passes the threads to `change`. Fails if the device has stopped.
-    pub(super) fn with_threads<T>(
-        &self,
-        change: impl FnOnce(&mut BackgroundThreads) -> Outcome<T>,
-    ) -> Outcome<T> {
-        change(lock(&self.threads).as_mut().ok_or_else(stopping)?)
-    }
-
-    /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
-    /// `facts` are those of the driver.
-    #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-    pub(super) fn read_back(&self, running: &Running, facts: &[Fact], key: Key) -> Option<Setting> {
-        let disk = &running.disk;
-        let now = disk.settings();
-        let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
-        Some(match key {
-            Key::Autoclear => Setting::Autoclear(self.is_autoclear()),
-            Key::Batching => Setting::Batching(now.batching),
-            Key::Clock => Setting::Clock(now.clock),
-            Key::Depth => Setting::Depth(now.depth),
-            Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
-            Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
-            Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
-            Key::Group => Setting::Group(Some(running.group_name()?)),
-            Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
-            Key::Iostats => Setting::Iostats(now.iostats),
-            Key::Limit => Setting::Limit(match disk.ceiling() {
-                Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
-                Ceiling::Unknown | Ceiling::Found(_) => LimitMode::Auto,
-            }),
-            Key::Merge => Setting::Merge(now.merge),
-            Key::OnError => Setting::OnError(disk.error_policy()),
-            Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
-            Key::Scheduler => Setting::Scheduler(now.scheduler),
-            Key::Weight => Setting::Weight(disk.group_member()?.weight()),
-            Key::Without => Setting::Without(without(running)),
-        })
-    }
-    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
-        self.saved.read(key, value)
-    }
-
-    /// Settings of earlier versions in terms of this version.
-    pub fn translate(&self, settings: &[(String, String)]) -> Outcome<Vec<(String, String)>> {
-        Ok(without(&*self.running()?).translate(settings))
-    }
-
-    /// Changes settings of the disk or its driver while no I/O is in flight. Fails as `permit` does, or if the device
-    /// rejects the value.
-    pub fn set(&self, setting: &Setting, permit: Permit) -> Outcome {
-        let running = self.running()?;
-        // Serializes concurrent changes, so that the recorded value is the one that was set last.
-        let _changing = running.changes.begin(permit)?;
-        check_change(&running, setting)?;
-        apply(&running.disk, Some((self, &running)), setting)?;
-        match setting {
-            // Also forgets the weight in the group.
-            Setting::Group(None) => self.saved.note_group(None),
-            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
-        }
-        Ok(())
-    }
-
-    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
-    /// possible without making it. Fails with the first setting that the device cannot have.
-    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
-        let running = self.running()?;
-        let facts = running.disk.driver().describe();
-        let mut changes = Vec::new();
-        for (key, value) in &self.translate(settings)? {
-            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
-            let to = self.read_setting(key, value).map_err(during)?;
-            let from = self.read_back(&running, &facts, to.key());
-            // Some settings cannot be set at all on this device, not even to the value that they have.
-            if from.as_ref() == Some(&to) {
-                continue;
-            }
-            check_change(&running, &to).map_err(during)?;
-            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
-            changes.push(Change { to, from, saved });
-        }
-        Ok(changes)
-    }
-
-    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
-    pub fn undo(&self, change: &Change) -> Outcome {
-        change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
-        self.saved.replace(change.to.name(), change.saved.clone());
-        Ok(())
-    }
-
-    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
-    /// if the group cannot be joined, or if the device has `limit=auto`, and as `permit` does.
-    pub fn join_group(&self, name: &str, file: File, permit: Permit) -> Outcome {
-        let running = self.running()?;
-        let _changing = running.changes.begin(permit)?;
-        let disk = &running.disk;
-        if disk.ceiling() != Ceiling::NotSearched {
-            let rule = "a device with limit=auto cannot be in a group; set limit=none or another limit first";
-            return Err(Failure::new(rule));
-        }
-        let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
-        let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
-        let joined = self.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
-        self.saved.note_group(joined.is_ok().then_some((name, weight)));
-        joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
-    }
+/// The value that is in force; `None` if there is none, for example the weight of a device without a group.
+/// `facts` are those of the driver.
+#[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
+pub(super) fn read_back(device: &Device, running: &Running, facts: &[Fact], key: Key) -> Option<Setting> {
+    let disk = &running.disk;
+    let now = disk.settings();
+    let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
+    Some(match key {
+        Key::Autoclear => Setting::Autoclear(device.is_autoclear()),
+        Key::Batching => Setting::Batching(now.batching),
+        Key::Clock => Setting::Clock(now.clock),
+        Key::Depth => Setting::Depth(now.depth),
+        Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
+        Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
+        Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
+        Key::Group => Setting::Group(Some(running.group_name()?)),
+        Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
+        Key::Iostats => Setting::Iostats(now.iostats),
+        Key::Limit => Setting::Limit(match disk.ceiling() {
+            Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
+            Ceiling::Unknown | Ceiling::Found(_) => LimitMode::Auto,
+        }),
+        Key::Merge => Setting::Merge(now.merge),
+        Key::OnError => Setting::OnError(disk.error_policy()),
+        Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
+        Key::Scheduler => Setting::Scheduler(now.scheduler),
+        Key::Weight => Setting::Weight(disk.group_member()?.weight()),
+        Key::Without => Setting::Without(without(running)),
+    })
 }
 
 /// Checks the rules that depend on the device and not on the value alone.
@@ -272,6 +180,8 @@ fn not_set(error: blkq::Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use blkq_protocol::control::NewSize;
     use blkq_protocol::control::bitmaps::BitmapChange;
     use blkq_protocol::group::GroupFile;

@@ -3,13 +3,12 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use blkq_protocol::failure::{Failure, Outcome};
+
+use super::running::Running;
 use blkq::ErrorKind;
 use blkq::sync::lock;
 use blkq::trace::TraceMemory;
-use blkq_protocol::failure::{Failure, Outcome};
-
-use super::Device;
-use super::running::Running;
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
@@ -22,14 +21,16 @@ pub struct DeviceTrace<'a> {
     running: Weak<Running>,
 }
 
-impl Device {
-    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
-    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
-    /// stopped.
-    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
-        let running = self.running()?;
-        let mut traced_by = lock(&self.tracer);
-        if let Some(other) = &*traced_by {
+impl<'a> DeviceTrace<'a> {
+    /// Begins a trace, as `Device::trace` describes it.
+    pub(super) fn begin(
+        traced_by: &'a Mutex<Option<String>>,
+        running: &Arc<Running>,
+        ring_bytes: u64,
+        tracer: &str,
+    ) -> Outcome<DeviceTrace<'a>> {
+        let mut current = lock(traced_by);
+        if let Some(other) = &*current {
             return Err(Failure::new(format!(
                 "the device is already being traced by {other}; stop that trace first"
             )));
@@ -37,14 +38,12 @@ impl Device {
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
         // The trace holds a weak reference, so that it does not keep the device from stopping.
-        let trace = DeviceTrace { tracer: &self.tracer, memory, running: Arc::downgrade(&running) };
-        *traced_by = Some(tracer.to_owned());
+        let trace = DeviceTrace { tracer: traced_by, memory, running: Arc::downgrade(running) };
+        *current = Some(tracer.to_owned());
         trace.set(Some(&trace.memory));
         Ok(trace)
     }
-}
 
-impl DeviceTrace<'_> {
     fn set(&self, memory: Option<&Arc<TraceMemory>>) {
         if let Some(running) = self.running.upgrade() {
             running.engines.iter().for_each(|it| it.handle().trace(&running.disk, memory.cloned()));
