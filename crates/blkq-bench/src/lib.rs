@@ -34,6 +34,7 @@ mod schema_tests;
 mod shuffle;
 mod summary;
 mod tables;
+mod vhost;
 
 pub use run::run;
 
