@@ -55,20 +55,14 @@ impl Connection {
         self.send_with(request, VERSION, words, None)
     }
 
-    fn send_with(
-        &mut self,
-        request: u32,
-        flags: u32,
-        words: &[u64],
-        descriptor: Option<BorrowedFd<'_>>,
-    ) -> Result {
+    fn send_with(&mut self, request: u32, flags: u32, words: &[u64], fd: Option<BorrowedFd<'_>>) -> Result {
         let mut bytes: Vec<u8> =
             [request, flags, size_of_val(words) as u32].iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        if let Some(descriptor) = &descriptor {
-            ancillary.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(descriptor)));
+        if let Some(fd) = &fd {
+            ancillary.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(fd)));
         }
         let sent = sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
         ensure(sent == bytes.len(), || "the message was sent in part only".into())
@@ -76,8 +70,8 @@ impl Connection {
 
     /// Sends a request that changes the state of the server, and waits for its acknowledgement (REPLY_ACK). Fails if
     /// the server rejects the request.
-    pub fn set(&mut self, request: u32, words: &[u64], descriptor: Option<BorrowedFd<'_>>) -> Result {
-        self.send_with(request, VERSION | NEED_REPLY, words, descriptor)?;
+    pub fn set(&mut self, request: u32, words: &[u64], fd: Option<BorrowedFd<'_>>) -> Result {
+        self.send_with(request, VERSION | NEED_REPLY, words, fd)?;
         match self.reply_u64(request)? {
             0 => Ok(()),
             code => Err(format!("the server rejects request {request} ({code})").into()),

@@ -73,7 +73,8 @@ pub struct FrontEnd {
     /// Size of the device, in bytes.
     pub bytes: u64,
     _connection: Connection,
-    memory: Arc<SharedMemory>,
+    /// The memory that the server maps.
+    pub memory: Arc<SharedMemory>,
 }
 
 impl FrontEnd {
@@ -111,10 +112,5 @@ impl FrontEnd {
             connection.set(connection::SET_VRING_ENABLE, &connection::vring_state(index, 1), None)?;
         }
         Ok(FrontEnd { queues, bytes, _connection: connection, memory })
-    }
-
-    /// Size of the memory that the server maps, in bytes.
-    pub fn memory_bytes(&self) -> usize {
-        self.memory.len()
     }
 }

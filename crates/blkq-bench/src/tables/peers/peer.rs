@@ -329,7 +329,7 @@ impl Peer {
             }
             if let Access::Guest(front_end) = &access {
                 // The server maps the guest's memory, so its pages count for the server, too.
-                resident_max = resident_max.saturating_sub(front_end.memory_bytes() as u64);
+                resident_max = resident_max.saturating_sub(front_end.memory.len() as u64);
             }
             drop(access);
             let switches = server.stop().since(used).context_switches;
