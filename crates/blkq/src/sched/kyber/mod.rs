@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use super::{NS_PER_MS, Scheduler};
+use super::scheduler::{NS_PER_MS, Scheduler};
 use crate::bio::{Operation, Outline};
 use crate::error::IoResult;
 use crate::limits::MergeSide;

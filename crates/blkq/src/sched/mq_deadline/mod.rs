@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use super::{NS_PER_MS, Scheduler};
+use super::scheduler::{NS_PER_MS, Scheduler};
 use crate::bio::{Operation, Outline};
 use crate::limits::MergeSide;
 use crate::request::{NIL, Request};
