@@ -137,5 +137,6 @@ impl Driver for Fault {
     }
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests;

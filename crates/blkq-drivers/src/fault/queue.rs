@@ -331,10 +331,9 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn state(&self, tag: Tag, _request: &Request) -> Cow<'static, str> {
         if self.timers.iter().any(|Reverse((_, held))| *held == tag) {
-            return match self.plans[tag.index()].effect {
-                Some(Effect::Stuck(_)) => "in the driver, stuck by a fault rule".into(),
-                _ => "in the driver, delayed by a fault rule".into(),
-            };
+            let is_stuck = matches!(self.plans[tag.index()].effect, Some(Effect::Stuck(_)));
+            return format!("in the driver, {} by a fault rule", if is_stuck { "stuck" } else { "delayed" })
+                .into();
         }
         if self.prepared.contains(&tag) {
             return "requeued: the driver below the fault rules was busy".into();

@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use blkq::clock::worker_ns;
 use blkq::{Error, ErrorKind, Extent, IoBuffer};
@@ -20,7 +19,7 @@ use rustix::io::Errno;
 use crate::extents::append;
 use crate::options::{DirectIo, check_logical_block};
 
-use super::direct_io::{ClientTerms, LOGICAL_BLOCK_MAX_BYTES};
+use super::direct_io::LOGICAL_BLOCK_MAX_BYTES;
 use super::lock::{self, LockKind};
 use super::probe::{
     DirectAlign, check_type, check_writable, detect_format, is_open_for_writing, name_now, power_of_two,
@@ -315,15 +314,6 @@ impl ImageFile {
         let (path, link, direct) = (self.path.clone(), self.link.clone(), self.direct.clone());
         ImageFile { file, path, link, direct, ..*self }
     }
-}
-
-/// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
-pub(crate) struct RawImage {
-    pub file: Arc<ImageFile>,
-    pub size: u64,
-    /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
-    pub align: u64,
-    pub terms: ClientTerms,
 }
 
 /// Rejects a backing file that is longer than the device: its end would become visible after the switch.

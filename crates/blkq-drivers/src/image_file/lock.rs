@@ -166,7 +166,8 @@ fn fcntl(file: &File, command: c_int, range: &Range<u64>, l_type: c_int) -> io::
     }
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -12,8 +12,6 @@ mod probe;
 
 pub(crate) use direct_io::{ClientTerms, Mode, buffered, choose_mode};
 pub use file::link_elsewhere;
-pub(crate) use file::{
-    ImageFile, ImageName, OPERATIONS, RawImage, check_not_longer, check_write_access, sync,
-};
+pub(crate) use file::{ImageFile, ImageName, OPERATIONS, check_not_longer, check_write_access, sync};
 pub(crate) use lock::{LockKind, WHOLE_FILE};
 pub(crate) use probe::{DirectAlign, name_now};

@@ -189,7 +189,8 @@ fn by_head(head: &[u8]) -> Option<&'static str> {
     MAGICS.iter().find(|(offset, magic, _)| has(*offset, magic)).map(|(.., format)| *format)
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -220,7 +220,8 @@ fn checksum(bytes: &[u8]) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use std::os::unix::fs::FileExt;
 

@@ -9,7 +9,8 @@ mod bitmap_format;
 mod bitmaps;
 mod queue;
 mod shared;
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 pub(super) mod tests;
 mod writer;
 
@@ -31,7 +32,7 @@ use crate::bitmaps::ImageBitmaps;
 use crate::errors::{invalid, malformed, unsupported};
 use crate::extents::{all_data, query_until_ns};
 use crate::image_file::{
-    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, check_not_longer,
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, check_not_longer,
     choose_mode, sync,
 };
 use crate::options::ImageFormat;
@@ -252,8 +253,9 @@ impl LoopDevice {
 
     /// The image as the backing file of an overlay, after all writes were made durable. The disk must be
     /// frozen. Fails with [`ErrorKind::Unsupported`] if the device serves a part of the image, is shared or
-    /// read-only, or ends within a sector, and with [`ErrorKind::Mismatch`] if the image was truncated.
-    pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
+    /// read-only, or ends within a sector, and with [`ErrorKind::Mismatch`] if the image was truncated. Returns the file,
+    /// the size of the image and the alignment of offsets and lengths in bytes (1 for buffered I/O), and the terms.
+    pub(crate) fn raw_image(&self) -> Result<(Arc<ImageFile>, u64, u64, ClientTerms), Error> {
         let image = {
             let (state, window) = (locked(&self.shared.state), &self.shared.window);
             let block = window.logical_block_bytes;
@@ -270,17 +272,14 @@ impl LoopDevice {
             }
             state.file.check_not_truncated(state.size)?;
             let direct = state.mode.direct;
-            RawImage {
-                file: Arc::clone(&state.file),
-                size: state.size,
-                align: direct.map_or(1, |align| u64::from(align.offset)),
-                terms: ClientTerms {
-                    logical_block_bytes: block,
-                    memory_align: direct.map_or(1, DirectAlign::largest),
-                    requested: state.options.direct_io,
-                    buffered: direct.is_none().then(|| state.mode.reason.clone()),
-                },
-            }
+            let align = direct.map_or(1, |align| u64::from(align.offset));
+            let terms = ClientTerms {
+                logical_block_bytes: block,
+                memory_align: direct.map_or(1, DirectAlign::largest),
+                requested: state.options.direct_io,
+                buffered: direct.is_none().then(|| state.mode.reason.clone()),
+            };
+            (Arc::clone(&state.file), state.size, align, terms)
         };
         self.sync()?;
         Ok(image)

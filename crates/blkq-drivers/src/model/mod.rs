@@ -366,5 +366,6 @@ fn timing(completion: ModelCompletion, capacity: u64) -> Option<Timing> {
     })
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests;

@@ -11,7 +11,7 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
 use crate::errors::{malformed, unsupported};
-use crate::image_file::{ClientTerms, DirectAlign, ImageFile, LockKind, RawImage, WHOLE_FILE, name_now};
+use crate::image_file::{ClientTerms, DirectAlign, ImageFile, LockKind, WHOLE_FILE, name_now};
 use crate::options::{BackingChain, Journals};
 
 use super::format::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
@@ -60,8 +60,8 @@ pub struct OverlayBase {
 }
 
 impl OverlayBase {
-    pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
-        let RawImage { file, size, align, terms } = raw;
+    /// The raw image that [`LoopDevice::raw_image`](crate::r#loop::LoopDevice) returned.
+    pub(crate) fn of_raw((file, size, align, terms): (Arc<ImageFile>, u64, u64, ClientTerms)) -> OverlayBase {
         OverlayBase { chain: vec![Layer { file, tables: None, size, align, file_bytes: size }], size, terms }
     }
 }

@@ -389,7 +389,8 @@ pub fn table_offset(entry: u64, cluster_bits: u32) -> Result<Option<u64>, Status
     }
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -17,7 +17,8 @@ mod io;
 mod jobs;
 mod journal;
 mod tables;
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests;
 
 use std::collections::HashSet;

@@ -253,5 +253,6 @@ impl Driver for Rbd {
     }
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests;

@@ -416,7 +416,8 @@ fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
     }
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
     use crate::qcow2::format::{BackingName, MAGIC};

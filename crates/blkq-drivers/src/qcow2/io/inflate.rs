@@ -97,9 +97,15 @@ impl Inflater {
         let wake = self.wake.as_ref().filter(|_| !cfg!(any(simulation, fuzzing)));
         let Some(wake) = wake else { return Err(job) };
         let (jobs, _) = self.thread.get_or_insert_with(|| {
-            let ((jobs, todo), (done, results)) = (channel(), channel());
+            let ((jobs, todo), (done, results)) = (channel::<Job>(), channel());
             let wake = Arc::clone(wake);
-            let body = move || work(&todo, &done, &*wake);
+            let body = move || {
+                while let Ok((place, compressed, read)) = todo.recv()
+                    && done.send((place, compressed.inflate(&read))).is_ok()
+                {
+                    wake.wake();
+                }
+            };
             let builder = std::thread::Builder::new().name("blkq-inflate".to_owned()).stack_size(STACK_BYTES);
             // If no thread starts, the receiver is dropped, and sending fails.
             let _ = builder.spawn(body);
@@ -114,15 +120,6 @@ impl Inflater {
 
     pub fn next(&self) -> Option<Inflated> {
         self.thread.as_ref()?.1.try_recv().ok()
-    }
-}
-
-fn work(todo: &Receiver<Job>, done: &Sender<Inflated>, wake: &dyn Wake) {
-    while let Ok((place, compressed, read)) = todo.recv() {
-        if done.send((place, compressed.inflate(&read))).is_err() {
-            return;
-        }
-        wake.wake();
     }
 }
 
