@@ -75,10 +75,8 @@ pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
     if args.action == Action::Apply {
         return for_each(&files, |path| apply(&unescaped(path)));
     }
-    let mut failures: Vec<Failure> = Vec::new();
-    if are_all {
-        failures.extend(default_exports().err());
-    }
+    let mut failures: Vec<Failure> =
+        are_all.then(default_exports).and_then(Result::err).into_iter().collect();
     for path in &files {
         failures.extend(ConfigFile::faults::<D>(path).iter().map(|fault| fault.failure(path)));
     }
