@@ -10,7 +10,8 @@
     const name = plot.closest("figure").querySelector("figcaption").textContent;
     const box = plot.getBoundingClientRect();
     if (box.width < 200 || box.height < 40) report(`plot ${short(name)}: ${box.width} x ${box.height}`);
-    if (!plot.querySelector(".row b, [role=img][aria-label]")) report(`plot ${short(name)}: no description`);
+    const description = plot.querySelector("[role=img]")?.getAttribute("aria-label") ?? plot.querySelector(".row b")?.textContent;
+    if (!description?.trim()) report(`plot ${short(name)}: no description`);
     if (!plot.querySelector(".bar > i, .curve")) report(`plot ${short(name)}: nothing is drawn`);
     const boxes = (selector) => [...plot.querySelectorAll(selector)]
       .map((element) => [element, element.getBoundingClientRect()]);

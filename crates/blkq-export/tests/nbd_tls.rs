@@ -208,30 +208,36 @@ fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> R
 }
 
 #[test]
-fn clients_of_an_expired_authority_are_refused() {
+fn clients_of_an_expired_or_odd_authority_are_refused() {
     let pki = Pki::new();
     pki.authority("other");
     pki.issue("other", "guest", "clientAuth");
     pki.revocations("ca");
-    let expired = ["x509", "-in", "ca-cert.pem", "-signkey", "ca-key.pem", "-days", "-1", "-out", "old.pem"];
-    pki.openssl(&expired);
-    let directory = pki.gather(
-        "expired",
-        &[&SERVER[..], &[("old.pem", "ca-cert.pem"), ("ca-crl.pem", "ca-crl.pem")]].concat(),
-    );
-    let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
-    let both = read("old.pem") + &read("other-cert.pem");
-    for (text, guest_is_served) in [(read("old.pem"), false), (both, true)] {
-        std::fs::write(directory.join("ca-cert.pem"), text).unwrap();
-        assert!(refusal(&directory).contains("certificate 1 in the file has expired"));
-        let certificates = TlsCertificates::load_as(&directory, true).unwrap();
-        assert!(certificates.verifies_clients() && certificates.prepare().is_err());
-        let [warning] = &certificates.warnings()[..] else { panic!("{:?}", certificates.warnings()) };
-        assert!(warning.contains("ca-cert.pem: certificate 1 in the file has expired"), "{warning}");
-        let tls = Some(TlsOptions { certificates, required: true });
-        let served = serve(ram(), 1, NbdOptions { tls, ..options() });
-        assert!(shake_hands(&pki, &served, "client", &[]).is_err());
-        assert_eq!(shake_hands(&pki, &served, "guest", &[]).is_ok(), guest_is_served);
+    // RFC 5280 limits serial numbers to 20 bytes.
+    let long = format!("0x01{}", "00".repeat(22));
+    for (option, value, why) in [("-days", "-1", "has expired"), ("-set_serial", &long, "is malformed")] {
+        let again =
+            ["x509", "-in", "ca-cert.pem", "-signkey", "ca-key.pem", option, value, "-out", "old.pem"];
+        pki.openssl(&again);
+        let directory = pki.gather(
+            &why.replace(' ', "-"),
+            &[&SERVER[..], &[("old.pem", "ca-cert.pem"), ("ca-crl.pem", "ca-crl.pem")]].concat(),
+        );
+        let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
+        let both = read("old.pem") + &read("other-cert.pem");
+        for (text, guest_is_served) in [(read("old.pem"), false), (both, true)] {
+            std::fs::write(directory.join("ca-cert.pem"), text).unwrap();
+            let refused = format!("certificate 1 in the file {why}");
+            assert!(refusal(&directory).contains(&refused));
+            let certificates = TlsCertificates::load_as(&directory, true).unwrap();
+            assert!(certificates.verifies_clients() && certificates.prepare().is_err());
+            let [warning] = &certificates.warnings()[..] else { panic!("{:?}", certificates.warnings()) };
+            assert!(warning.contains(&format!("ca-cert.pem: {refused}")), "{warning}");
+            let tls = Some(TlsOptions { certificates, required: true });
+            let served = serve(ram(), 1, NbdOptions { tls, ..options() });
+            assert!(shake_hands(&pki, &served, "client", &[]).is_err());
+            assert_eq!(shake_hands(&pki, &served, "guest", &[]).is_ok(), guest_is_served);
+        }
     }
 }
 

@@ -1,39 +1,28 @@
 //! The state of a device, for `blkq show` and `blkq list`.
 
-use std::path::Path;
 use std::time::Duration;
 
 use blkq::QueueLimits;
 use blkq::bitmap::{Bitmap, BitmapState};
-use blkq::sync::lock;
 use blkq::throttle::Ceiling;
 use blkq_export::nbd::{ConnectionInfo, NbdCounters};
 use blkq_export::ublk::UblkDevice;
-use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters, VhostUserDevice};
+use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters};
 use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use blkq_protocol::info::{ClientInfo, DirectIoInfo};
 use blkq_protocol::options::{Key, ROWS};
 
-use super::Device;
 use super::running::Running;
-use super::settings::{self, Fact};
-use crate::log;
+use super::settings::{Fact, LiveSettings};
 
-/// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
+/// Settings that have fields of `DeviceInfo`, or are among the facts of the driver.
 const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];
 
-pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
-    let now = lock(&running.served).clone();
-    let disk = &running.disk;
-    let limits = disk.limits();
-    let mut facts = disk.driver().describe();
-    let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
-    let front_end = front_end.as_ref();
-    let owned = |facts: Vec<Fact>| facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    let settings = owned(settings_now(device, running, &facts, front_end));
-    let direct_io = take_direct_io(&mut facts);
-    // Shown with the settings.
-    take(&mut facts, Key::Dispatch.row().name);
+pub(super) fn owned(facts: Vec<Fact>) -> Vec<(String, String)> {
+    facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+pub(super) fn clients(running: &Running, front_end: Option<&FrontEndInfo>) -> Vec<ClientInfo> {
     let clients =
         running.servers.connections().map(|ConnectionInfo { peer, age, counters, in_flight, .. }| {
             let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = counters;
@@ -43,44 +32,27 @@ pub(super) fn info(device: &Device, running: &Running) -> DeviceInfo {
         let VhostUserCounters { requests, errors, read_bytes, written_bytes, .. } = *counters;
         client_info(peer.clone(), *age, [requests, errors, read_bytes, written_bytes], *in_flight)
     });
-    let mut warnings = disk.driver().warnings();
-    warnings.extend(device.warnings.iter().cloned());
-    let broken = disk.broken();
+    clients.chain(guest).collect()
+}
+
+/// `of_device` are the warnings that do not depend on the driver and the clients.
+pub(super) fn warnings(
+    running: &Running,
+    of_device: &[String],
+    front_end: Option<&FrontEndInfo>,
+) -> Vec<String> {
+    let mut warnings = running.disk.driver().warnings();
+    warnings.extend(of_device.iter().cloned());
+    let broken = running.disk.broken();
     warnings.extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
     warnings.extend(front_end.into_iter().flat_map(rejected_rings));
     warnings.extend(front_end.and_then(unregistered_memory));
-    DeviceInfo {
-        name: disk.name().to_owned(),
-        pid: std::process::id(),
-        uptime_seconds: running.uptime_ns() / 1_000_000_000,
-        state_directory: device.state_directory.clone(),
-        log: log::path().map(Path::to_owned),
-        exports: running.exports(),
-        clients: clients.chain(guest).collect(),
-        image: now.image,
-        driver: disk.driver().name().to_owned(),
-        size: limits.size_bytes(),
-        sector_size: limits.logical_block_bytes,
-        physical_sector_size: limits.physical_block_bytes,
-        read_only: limits.read_only,
-        autoclear: device.is_autoclear(),
-        held: disk.held(),
-        commit: running.changes.commit(),
-        unsafe_flush_ignore: device.flushes_ignored,
-        partscan: device.partscan,
-        sandbox: device.confinement.clone(),
-        direct_io,
-        attach_options: now.attach_options,
-        capabilities: capabilities(&limits),
-        settings,
-        driver_facts: owned(facts),
-        warnings,
-    }
+    warnings
 }
 
-/// Also contains facts that are shown with settings. `facts` are those of the driver.
-fn settings_now(
-    device: &Device,
+/// The settings in force. Also contains facts that are shown with settings. `facts` are those of the driver.
+pub(super) fn settings(
+    live: &LiveSettings,
     running: &Running,
     facts: &[Fact],
     guest: Option<&FrontEndInfo>,
@@ -96,21 +68,21 @@ fn settings_now(
         ("ceiling", ceiling),
         ("ublk", ublk.as_ref().map(UblkDevice::describe)),
         ("register-memory", register_memory.map(|_| registered_memory(guest))),
-        ("metrics", device.metrics_uri()),
+        ("metrics", live.metrics_uri()),
     ];
     let keys = ROWS.iter().map(|row| row.key).filter(|key| !SHOWN_ELSEWHERE.contains(key));
-    let in_force = keys.filter_map(|key| settings::read_back(device, running, facts, key));
+    let in_force = keys.filter_map(|key| live.read_back(running, facts, key));
     let in_force = in_force.map(|setting| (setting.name(), setting.value()));
     let others = others.into_iter().filter_map(|(name, value)| Some((name, value?)));
     std::iter::once(("queues", disk.queue_count().to_string())).chain(in_force).chain(others).collect()
 }
 
-fn take(facts: &mut Vec<Fact>, name: &str) -> Option<String> {
+pub(super) fn take(facts: &mut Vec<Fact>, name: &str) -> Option<String> {
     let at = facts.iter().position(|(key, _)| *key == name)?;
     Some(facts.remove(at).1)
 }
 
-fn take_direct_io(facts: &mut Vec<Fact>) -> DirectIoInfo {
+pub(super) fn take_direct_io(facts: &mut Vec<Fact>) -> DirectIoInfo {
     let [requested, effective, reason] =
         ["direct-io-requested", "direct-io", "direct-io-reason"].map(|name| take(facts, name));
     match (requested, effective, reason) {
@@ -149,7 +121,7 @@ fn unregistered_memory(front_end: &FrontEndInfo) -> Option<String> {
     Some(format!("the virtual machine is served without --register-memory: {reason}"))
 }
 
-fn capabilities(limits: &QueueLimits) -> Vec<String> {
+pub(super) fn capabilities(limits: &QueueLimits) -> Vec<String> {
     let able = [
         (limits.write_cache, "flush"),
         (limits.fua, "fua"),

@@ -31,23 +31,22 @@ use blkq_drivers::qcow2::{BaseFiles, Qcow2, Target};
 use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
+use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::control::bitmaps::{BitmapChange, BitmapInfo};
 use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::control::{Committed, NewSize};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::Joined;
 use blkq_protocol::info::{Confinement, DaemonState, DeviceInfo};
-use blkq_protocol::options::{AttachOptions, Record, Setting};
+use blkq_protocol::options::{AttachOptions, Key, Record, Setting};
 
 use crate::log;
 use crate::sandbox::{self, Needs};
 
-use background::BackgroundThreads;
 use commit::Commit;
 use image::image_name;
 use running::{Running, Served, new_warnings, stopping};
-use saved_settings::DeviceSettings;
-use settings::{apply, check_change, read_back};
+use settings::{LiveSettings, apply, check_change};
 use trace::DeviceTrace;
 
 pub use image::{absolute, with_ceph_files};
@@ -58,13 +57,8 @@ pub use servers::{Events, take};
 pub use settings::Change;
 
 pub struct Device {
-    /// `None` once the device has stopped. The first field, because fields are dropped in order: the threads stop
-    /// before `running` does.
-    threads: Mutex<Option<BackgroundThreads>>,
-    saved: DeviceSettings,
-    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
-    /// that disconnect after it was set count.
-    autoclear: AtomicBool,
+    /// The first field, because fields are dropped in order: its threads stop before `running` does.
+    settings: LiveSettings,
     pub events: Events,
     certificates: Option<TlsCertificates>,
     /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or
@@ -113,7 +107,7 @@ impl Device {
     /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
-        self.with_threads(|threads| threads.start(&running))
+        self.settings.with_threads(|threads| threads.start(&running))
     }
 
     fn running(&self) -> Outcome<Arc<Running>> {
@@ -175,7 +169,7 @@ impl Device {
     /// The state of the device when it serves the image `served`.
     fn state_with(&self, running: &Running, served: &Served) -> DaemonState {
         let ublk = running.ublk.as_ref().map(UblkDevice::identity);
-        let state = served.state(running.disk.name(), ublk, self.saved.changed());
+        let state = served.state(running.disk.name(), ublk, self.settings.saved.changed());
         DaemonState { exports: running.exports(), ..state }
     }
 
@@ -247,7 +241,44 @@ impl Device {
 
     /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
-        Ok(facts::info(self, &*self.running()?))
+        let running = self.running()?;
+        let now = lock(&running.served).clone();
+        let disk = &running.disk;
+        let limits = disk.limits();
+        let mut driver_facts = disk.driver().describe();
+        let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
+        let front_end = front_end.as_ref();
+        let settings = facts::settings(&self.settings, &running, &driver_facts, front_end);
+        let direct_io = facts::take_direct_io(&mut driver_facts);
+        // Shown with the settings.
+        facts::take(&mut driver_facts, Key::Dispatch.row().name);
+        Ok(DeviceInfo {
+            name: disk.name().to_owned(),
+            pid: std::process::id(),
+            uptime_seconds: running.uptime_ns() / 1_000_000_000,
+            state_directory: self.state_directory.clone(),
+            log: log::path().map(Path::to_owned),
+            exports: running.exports(),
+            clients: facts::clients(&running, front_end),
+            image: now.image,
+            driver: disk.driver().name().to_owned(),
+            size: limits.size_bytes(),
+            sector_size: limits.logical_block_bytes,
+            physical_sector_size: limits.physical_block_bytes,
+            read_only: limits.read_only,
+            autoclear: self.is_autoclear(),
+            held: disk.held(),
+            commit: running.changes.commit(),
+            unsafe_flush_ignore: self.flushes_ignored,
+            partscan: self.partscan,
+            sandbox: self.confinement.clone(),
+            direct_io,
+            attach_options: now.attach_options,
+            capabilities: facts::capabilities(&limits),
+            settings: facts::owned(settings),
+            driver_facts: facts::owned(driver_facts),
+            warnings: facts::warnings(&running, &self.warnings, front_end),
+        })
     }
 
     /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
@@ -259,21 +290,11 @@ impl Device {
 
     /// Whether the device detaches with its last client.
     pub fn is_autoclear(&self) -> bool {
-        self.autoclear.load(SeqCst)
-    }
-
-    /// The address of the metrics, if they are served.
-    fn metrics_uri(&self) -> Option<String> {
-        Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
-    }
-
-    /// Passes the threads to `change`. Fails if the device has stopped.
-    fn with_threads<T>(&self, change: impl FnOnce(&mut BackgroundThreads) -> Outcome<T>) -> Outcome<T> {
-        change(lock(&self.threads).as_mut().ok_or_else(stopping)?)
+        self.settings.autoclear.load(SeqCst)
     }
 
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
-        self.saved.read(key, value)
+        self.settings.saved.read(key, value)
     }
 
     /// Settings of earlier versions in terms of this version.
@@ -288,11 +309,11 @@ impl Device {
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
         let _changing = running.changes.begin(permit)?;
         check_change(&running, setting)?;
-        apply(&running.disk, Some((self, &running)), setting)?;
+        apply(&running.disk, Some((&self.settings, &running)), setting)?;
         match setting {
             // Also forgets the weight in the group.
-            Setting::Group(None) => self.saved.note_group(None),
-            _ => self.saved.replace(setting.name(), Some(setting.to_text())),
+            Setting::Group(None) => self.settings.saved.note_group(None),
+            _ => self.settings.saved.replace(setting.name(), Some(setting.to_text())),
         }
         Ok(())
     }
@@ -306,13 +327,13 @@ impl Device {
         for (key, value) in &self.translate(settings)? {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
             let to = self.read_setting(key, value).map_err(during)?;
-            let from = read_back(self, &running, &facts, to.key());
+            let from = self.settings.read_back(&running, &facts, to.key());
             // Some settings cannot be set at all on this device, not even to the value that they have.
             if from.as_ref() == Some(&to) {
                 continue;
             }
             check_change(&running, &to).map_err(during)?;
-            let saved = self.saved.changed().into_iter().find(|(other, _)| other == key);
+            let saved = self.settings.saved.changed().into_iter().find(|(other, _)| other == key);
             changes.push(Change { to, from, saved });
         }
         Ok(changes)
@@ -321,7 +342,7 @@ impl Device {
     /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
         change.from.as_ref().map_or(Ok(()), |from| self.set(from, &|| Ok(())))?;
-        self.saved.replace(change.to.name(), change.saved.clone());
+        self.settings.saved.replace(change.to.name(), change.saved.clone());
         Ok(())
     }
 
@@ -337,8 +358,9 @@ impl Device {
         }
         let weight = disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
         let (joined, member) = Joined::over(file, name, disk.name(), weight)?;
-        let joined = self.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
-        self.saved.note_group(joined.is_ok().then_some((name, weight)));
+        let joined =
+            self.settings.with_threads(|threads| Ok(threads.join_group(&running, joined, member)))?;
+        self.settings.saved.note_group(joined.is_ok().then_some((name, weight)));
         joined.map_err(|failure| Failure::new(format!("{failure}; the device is now in no group")))
     }
 
@@ -481,7 +503,7 @@ impl Device {
     /// the device has stopped in any case.
     pub fn stop(&self) -> Outcome {
         // The background threads may hold references to `running`.
-        drop(lock(&self.threads).take());
+        drop(lock(&self.settings.threads).take());
         // The lock is released before this waits for the commands that use the device.
         let Some(running) = lock(&self.running).take() else { return Ok(()) };
         running.stop()

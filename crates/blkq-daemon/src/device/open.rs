@@ -33,7 +33,7 @@ use super::persistent_bitmaps::PersistentBitmaps;
 use super::running::{Changes, Running, Served};
 use super::saved_settings::DeviceSettings;
 use super::servers::{Events, ServerContext, Servers, new_event};
-use super::settings::apply;
+use super::settings::{LiveSettings, apply};
 use crate::hangs::HangWatch;
 use crate::log;
 use crate::metrics::Endpoint;
@@ -239,9 +239,11 @@ impl Plan<'_> {
         let partscan = options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused;
         let running = Arc::new(running);
         Ok(Device {
-            threads: Mutex::new(Some(threads)),
-            saved: settings,
-            autoclear: AtomicBool::new(options.autoclear),
+            settings: LiveSettings {
+                threads: Mutex::new(Some(threads)),
+                saved: settings,
+                autoclear: AtomicBool::new(options.autoclear),
+            },
             events,
             certificates,
             needs: options.sandbox.then_some(needs),

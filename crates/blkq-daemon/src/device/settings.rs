@@ -1,9 +1,11 @@
-//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`read_back`], and
+//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`LiveSettings::read_back`], and
 //! one in [`check_change`] only if it has a rule that depends on the device.
 
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::{Arc, Mutex};
 
+use blkq::sync::lock;
 use blkq::throttle::{Ceiling, LimitMode};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
@@ -11,42 +13,67 @@ use blkq_export::nbd::NbdSwitches;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::options::{Key, Mechanism, Setting, Without};
 
-use super::Device;
 use super::background::BackgroundThreads;
-use super::running::Running;
+use super::running::{Running, stopping};
+use super::saved_settings::DeviceSettings;
 
 /// The name and value of a fact with which a driver describes itself.
 pub(super) type Fact = (&'static str, String);
 
-/// The value that is in force; `None` if there is none, for example the weight of a device without a group.
-/// `facts` are those of the driver.
-#[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-pub(super) fn read_back(device: &Device, running: &Running, facts: &[Fact], key: Key) -> Option<Setting> {
-    let disk = &running.disk;
-    let now = disk.settings();
-    let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
-    Some(match key {
-        Key::Autoclear => Setting::Autoclear(device.is_autoclear()),
-        Key::Batching => Setting::Batching(now.batching),
-        Key::Clock => Setting::Clock(now.clock),
-        Key::Depth => Setting::Depth(now.depth),
-        Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
-        Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
-        Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
-        Key::Group => Setting::Group(Some(running.group_name()?)),
-        Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
-        Key::Iostats => Setting::Iostats(now.iostats),
-        Key::Limit => Setting::Limit(match disk.ceiling() {
-            Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
-            Ceiling::Unknown | Ceiling::Found(_) => LimitMode::Auto,
-        }),
-        Key::Merge => Setting::Merge(now.merge),
-        Key::OnError => Setting::OnError(disk.error_policy()),
-        Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
-        Key::Scheduler => Setting::Scheduler(now.scheduler),
-        Key::Weight => Setting::Weight(disk.group_member()?.weight()),
-        Key::Without => Setting::Without(without(running)),
-    })
+/// The settings of a device in use that are not those of its disk: the daemon implements them.
+pub(super) struct LiveSettings {
+    /// `None` once the device has stopped.
+    pub(super) threads: Mutex<Option<BackgroundThreads>>,
+    pub(super) saved: DeviceSettings,
+    /// Whether the device detaches with its last client, as a loop device with `LO_FLAGS_AUTOCLEAR` does. Only clients
+    /// that disconnect after it was set count.
+    pub(super) autoclear: AtomicBool,
+}
+
+impl LiveSettings {
+    /// The address of the metrics, if they are served.
+    pub(super) fn metrics_uri(&self) -> Option<String> {
+        Some(lock(&self.threads).as_ref()?.metrics.as_ref()?.uri.clone())
+    }
+
+    /// Passes the threads to `change`. Fails if the device has stopped.
+    pub(super) fn with_threads<T>(
+        &self,
+        change: impl FnOnce(&mut BackgroundThreads) -> Outcome<T>,
+    ) -> Outcome<T> {
+        change(lock(&self.threads).as_mut().ok_or_else(stopping)?)
+    }
+
+    /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
+    /// `facts` are those of the driver.
+    #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
+    pub(super) fn read_back(&self, running: &Running, facts: &[Fact], key: Key) -> Option<Setting> {
+        let disk = &running.disk;
+        let now = disk.settings();
+        let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
+        Some(match key {
+            Key::Autoclear => Setting::Autoclear(self.autoclear.load(SeqCst)),
+            Key::Batching => Setting::Batching(now.batching),
+            Key::Clock => Setting::Clock(now.clock),
+            Key::Depth => Setting::Depth(now.depth),
+            Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
+            Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
+            Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
+            Key::Group => Setting::Group(Some(running.group_name()?)),
+            Key::HangWarning => Setting::HangWarning(running.hangs.limit()),
+            Key::Iostats => Setting::Iostats(now.iostats),
+            Key::Limit => Setting::Limit(match disk.ceiling() {
+                Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
+                Ceiling::Unknown | Ceiling::Found(_) => LimitMode::Auto,
+            }),
+            Key::Merge => Setting::Merge(now.merge),
+            Key::OnError => Setting::OnError(disk.error_policy()),
+            Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
+            Key::Scheduler => Setting::Scheduler(now.scheduler),
+            Key::Weight => Setting::Weight(disk.group_member()?.weight()),
+            Key::Without => Setting::Without(without(running)),
+        })
+    }
 }
 
 /// Checks the rules that depend on the device and not on the value alone.
@@ -70,19 +97,23 @@ pub(super) fn check_change(running: &Running, setting: &Setting) -> Outcome {
 /// Changes the setting of the disk, or of the device that serves it. There is no device before the disk is in use; the
 /// settings that the daemon implements are then options. Fails if the disk or the device rejects the value.
 #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
-pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setting: &Setting) -> Outcome {
+pub(super) fn apply(
+    disk: &Arc<Disk>,
+    device: Option<(&LiveSettings, &Running)>,
+    setting: &Setting,
+) -> Outcome {
     let of_disk = |setting| disk.set(setting).map_err(not_set);
     let of_driver = |setting: &dyn DriverSetting| disk.set_driver(setting).map_err(not_set);
-    let of_device = |set: &dyn Fn(&Device, &Running) -> Outcome| {
-        device.map_or(Ok(()), |(device, running)| set(device, running))
+    let of_device = |set: &dyn Fn(&LiveSettings, &Running) -> Outcome| {
+        device.map_or(Ok(()), |(live, running)| set(live, running))
     };
     let of_threads = |set: &dyn Fn(&mut BackgroundThreads, &Running) -> Outcome| {
-        of_device(&|device, running| device.with_threads(|threads| set(threads, running)))
+        of_device(&|live, running| live.with_threads(|threads| set(threads, running)))
     };
     match setting {
-        Setting::Autoclear(on) => of_device(&|device, running| {
+        Setting::Autoclear(on) => of_device(&|live, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
-            device.autoclear.store(*on, SeqCst);
+            live.autoclear.store(*on, SeqCst);
             Ok(())
         }),
         Setting::Batching(on) => of_disk(blkq::Setting::Batching(*on)),

@@ -327,7 +327,7 @@ impl ClientCertVerifier for UsageVerifier {
 /// The authorities that may sign client certificates.
 pub struct Authorities {
     pub all: RootCertStore,
-    /// Those that are valid now.
+    /// Those that are well-formed and valid now.
     pub valid: RootCertStore,
     /// The others, as text for a message: the number of the certificate and the reason.
     pub outdated: Vec<String>,
@@ -344,7 +344,10 @@ pub fn authorities(certificates: Vec<CertificateDer<'static>>, now: UnixTime) ->
         let named = |why: &str| format!("certificate {number} in the file {why}");
         let parsed = CertificateUse::parse(&certificate);
         found.all.add(certificate).map_err(|e| named(&format!("cannot be used: {}", unusable(&e))))?;
-        let it = parsed.ok_or_else(|| named("is malformed"))?;
+        let Some(it) = parsed else {
+            found.outdated.push(named("is malformed"));
+            continue;
+        };
         if !it.is_authority {
             return Err(named("is not an authority: its basicConstraints extension lacks CA:TRUE"));
         }

@@ -55,7 +55,8 @@ fn facts(code: u32) -> (Duration, &'static str) {
         command::GET_PARAMS => (ANSWER_TIMEOUT, "read the parameters of a device"),
         command::GET_QUEUE_AFFINITY => (ANSWER_TIMEOUT, "read the CPUs of a queue"),
         command::GET_FEATURES => (ANSWER_TIMEOUT, "read the features of the driver"),
-        _ => (ANSWER_TIMEOUT, "read the state of a device"),
+        command::GET_DEV_INFO | command::GET_DEV_INFO2 => (ANSWER_TIMEOUT, "read the state of a device"),
+        _ => (ANSWER_TIMEOUT, "execute a command"),
     }
 }
 

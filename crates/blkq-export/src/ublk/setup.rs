@@ -217,7 +217,8 @@ mod tests {
         assert_eq!(stop(&mut setup).unwrap_err().kind(), io::ErrorKind::TimedOut);
         // The late reply is not taken for the reply to another command.
         reply(&mut other, 1, Ok(DeviceInfo::default())).unwrap();
-        assert_eq!(stop(&mut setup).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let deleted = setup.ask(command::DEL_DEV, DeviceInfo::default());
+        assert_eq!(deleted.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]

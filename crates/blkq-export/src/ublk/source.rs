@@ -136,7 +136,8 @@ fn queue_bytes(depth: u16, page_bytes: u64) -> u64 {
 fn map_descriptors(file: &File, queue: u16, depth: u16) -> Result<MappedWords, Error> {
     // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
     let offset = u64::from(queue) * queue_bytes(QUEUE_DEPTH_MAX, page_bytes());
-    // SAFETY: the device has descriptors for `depth` tags there, of which `read_descriptor` only reads words.
+    // SAFETY: the device has descriptors for `depth` tags there, of which only words are read. The kernel writes a
+    // descriptor only while it has the command of the tag, when `read_descriptor` does not read it.
     unsafe { MappedWords::map(file, offset, usize::from(depth) * DESCRIPTOR_WORDS, ProtFlags::READ) }
         .map_err(|e| Error::system("cannot map a queue of the ublk device", e))
 }

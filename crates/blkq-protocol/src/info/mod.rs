@@ -87,18 +87,18 @@ pub struct CommitInfo {
 
 /// The part of a device's state that its daemon writes (`NAME.json`). A compromised engine can write it, too,
 /// so nothing in it may give the next daemon a privilege.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct DaemonState {
     pub pid: u32,
     /// The number of the served image in `NAME.options`.
     pub number: u64,
     pub exports: Vec<String>,
     /// The settings that were changed since the device was attached, in order.
-    #[serde(default, with = "ordered")]
+    #[serde(with = "ordered")]
     pub settings: Vec<(String, String)>,
     /// Only written: with it, the file is a [`StateFile`] for versions that do not know `NAME.options`, so that their
     /// `blkq upgrade` can take over the device.
-    #[serde(flatten, skip_deserializing)]
+    #[serde(flatten)]
     pub older: OlderState,
 }
 

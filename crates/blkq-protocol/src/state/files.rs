@@ -17,9 +17,9 @@
 //! wrote the file. Older versions of blkq recorded the client there; the next daemon waits until its lock expires.
 //!
 //! Older versions of blkq stored the options in `NAME.json`, and the daemon still adds them there, because such a
-//! version can take over the device ([`DaemonState::older`]). This version does not read them. A compromised daemon cannot pass its file off as
-//! such an old one, because the two have different modes, and a confined daemon can neither change a mode nor
-//! create a file in this directory.
+//! version can take over the device ([`DaemonState::older`]). This version does not read them. A compromised daemon
+//! cannot pass its file off as such an old one, because the two have different modes, and a confined daemon can neither
+//! change a mode nor create a file in this directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -36,7 +36,9 @@ use serde_json::Value;
 
 use super::{Claim, OPTIONS, OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
-use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path};
+use crate::info::{
+    BlockDevice, DaemonState, FileId, OlderState, RecordedBacking, StateFile, image_path, ordered,
+};
 use crate::options::Record;
 use crate::system::{if_exists, read_bounded};
 
@@ -173,15 +175,23 @@ impl OptionsFile {
     }
 }
 
+/// The fields of `NAME.json` that this version reads.
+#[derive(Deserialize)]
+struct Written {
+    pid: u32,
+    number: Option<u64>,
+    /// Versions that did not write [`DaemonState::older`] called the number `image`.
+    image: Option<Value>,
+    exports: Vec<String>,
+    #[serde(default, with = "ordered")]
+    settings: Vec<(String, String)>,
+}
+
 /// Parses a daemon's `NAME.json`. Returns `None` if the text is malformed or exceeds a limit.
 pub fn parse_daemon_state(text: &[u8]) -> Option<DaemonState> {
-    let mut state: Value = serde_json::from_slice(text).ok()?;
-    let fields = state.as_object_mut()?;
-    // Versions that did not write `DaemonState::older` called the number `image`.
-    if let Some(image) = fields.remove("image") {
-        fields.entry("number").or_insert(image);
-    }
-    let state = DaemonState::deserialize(state).ok()?;
+    let Written { pid, number, image, exports, settings } = serde_json::from_slice(text).ok()?;
+    let number = number.or_else(|| image?.as_u64())?;
+    let state = DaemonState { pid, number, exports, settings, older: OlderState::default() };
     let is_bounded = state.exports.len() <= LIST_MAX && state.settings.len() <= LIST_MAX;
     is_bounded.then_some(state)
 }
@@ -474,7 +484,6 @@ mod tests {
 
     use super::*;
     use crate::harness::{options, scratch};
-    use crate::info::OlderState;
 
     fn record(image: &str) -> Record {
         Record::new(&options(&[image, "--export", "vhost-user-blk"])).unwrap()
@@ -655,7 +664,10 @@ mod tests {
         let (ublk, attach_options) =
             (Some(BlockDevice::new(Identity { id: 3, cookie: 9 })), Some(first.clone()));
         let older = OlderState { name: "a".to_owned(), image: "/first".to_owned(), attach_options, ublk };
-        claim.write_state(&DaemonState { older: older.clone(), ..daemon_state(0) }).unwrap();
+        let settings = vec![("limit".to_owned(), "none".to_owned()), ("group".to_owned(), "g".to_owned())];
+        let state = DaemonState { older: older.clone(), settings: settings.clone(), ..daemon_state(0) };
+        claim.write_state(&state).unwrap();
+        assert_eq!(dir.read_state("a").unwrap().settings, settings, "in the order in which they were set");
         assert_eq!(dir.read_state("a").unwrap().attach_options.as_ref(), Some(&first));
         let read = parse_state(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(

@@ -157,6 +157,7 @@ impl Hold {
 
     /// Removes this queue's writes from those that flushes wait for, because the queue is closed.
     pub fn forget_writes(&mut self, disk: &Disk) {
+        // A copy, because `remove_writes` removes them from the set.
         self.remove_writes(self.writes.clone().into_iter(), disk);
     }
 

@@ -34,8 +34,8 @@ const NAME_WORDS: usize = if cfg!(model_check) { 1 } else { 14 };
 /// How often a reader that meets a change tries again immediately.
 const READ_TRIES: usize = 4;
 
-/// `N` words that change together, as a seqlock: the sequence number before them is odd during a change. The worst
-/// that other processes can cause is a set of words that does not belong to one change.
+/// `N` words that change together, as a seqlock: the sequence number before them is odd during a change. Other
+/// processes may write anything into the memory. The worst result is a set of words that does not belong to one change.
 #[repr(C)]
 pub(super) struct SequencedWords<const N: usize> {
     sequence: AtomicU64,

@@ -35,7 +35,7 @@ pub(crate) struct Throttle {
     member: Option<Arc<Member>>,
     /// The counters of device times for each queue. `Some` while the disk's ceiling is searched.
     measured: Option<Arc<[Arc<DeviceTimes>]>>,
-    /// The ceiling that the running search has found.
+    /// The ceiling that the running search has found. Not kept up to date in the copies of queues.
     ceiling: Option<RateLimits>,
 }
 

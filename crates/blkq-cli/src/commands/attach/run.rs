@@ -119,7 +119,7 @@ fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus
 /// Blocks signals that would kill this process, for [`next_signal`]. Returns them, and the mask before.
 fn block_signals() -> io::Result<[libc::sigset_t; 2]> {
     // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the
-    // command. SAFETY: zeroes are a valid, empty sigset_t, to which the calls write.
+    // command. SAFETY: zeroes are a valid, empty sigset_t, to which sigaddset writes; signal takes no pointer.
     let blocked = unsafe {
         let mut blocked: libc::sigset_t = std::mem::zeroed();
         libc::signal(libc::SIGCHLD, libc::SIG_DFL);

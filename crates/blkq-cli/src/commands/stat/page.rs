@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use super::report::{Batches, Clock, Figures, Flushes, Group, Hangs, Held, Report, Throttled, bars};
 use crate::output::{Align, render, render_figures};
 
-/// The columns of the report of several devices, with the names and units of iostat(1). 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
+/// The columns of the report of several devices, with the names and units of iostat(1). 1 MB is 10^6 bytes; await is in
+/// milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
 const HEADS: [&str; 15] = [
     "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",
     "aqu-sz", "%util", "errors",

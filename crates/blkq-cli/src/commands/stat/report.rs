@@ -327,7 +327,8 @@ impl Queue {
     }
 }
 
-/// The bars of a histogram, from the shortest latency to the longest, one per power of two: the range in nanoseconds, without its end, and the count.
+/// The bars of a histogram, from the shortest latency to the longest, one per power of two: the range in nanoseconds,
+/// without its end, and the count.
 pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     let (mut from_ns, mut before) = (0, 0);
     let bars = histogram.below_powers(0, BITS_MAX).into_iter().map(|(to_ns, count)| {

@@ -79,7 +79,9 @@ impl Sampler {
         let mut bytes = [0; 256];
         while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
         let answers: Vec<Answer> = self.answers.try_iter().collect();
-        self.outstanding.retain(|name| answers.iter().all(|(answered, _)| answered != name));
+        for (name, _) in &answers {
+            self.outstanding.remove(name);
+        }
         answers
     }
 

@@ -234,9 +234,17 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
     .await
 }
 
-/// Plans a larger refcount table, and the refcount blocks for its own clusters. Returns the entries of the table, the
-/// content of the blocks and after them of the table, and where the blocks and the table begin in the file.
-fn plan_growth(state: &State, block: u64) -> Result<(Vec<u64>, IoBuffer, u64, u64), Status> {
+/// A larger refcount table, and the refcount blocks for its own clusters.
+struct Growth {
+    table: Vec<u64>,
+    /// The content of the blocks and after them of the table.
+    content: IoBuffer,
+    /// Where the blocks and the table begin in the file.
+    blocks_at: u64,
+    table_at: u64,
+}
+
+fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
     let header = &state.top.header;
     let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
     let per_block = header.refcounts_per_block();
@@ -265,7 +273,7 @@ fn plan_growth(state: &State, block: u64) -> Result<(Vec<u64>, IoBuffer, u64, u6
     let mut content = IoBuffer::zeroed((used * cluster) as usize);
     (0..used as usize).for_each(|index| set_refcount(&mut content, index, order, 1));
     put_numbers(&mut content[(count * cluster) as usize..], &table);
-    Ok((table, content, blocks_at, table_at))
+    Ok(Growth { table, content, blocks_at, table_at })
 }
 
 /// Creates a larger refcount table, with an entry for `block` at least, after all clusters that have
@@ -273,7 +281,7 @@ fn plan_growth(state: &State, block: u64) -> Result<(Vec<u64>, IoBuffer, u64, u6
 async fn move_table(env: &Env, block: u64) -> IoResult {
     // The new table names all existing blocks, so their content must be in the file first.
     flush_refcounts(env).await?;
-    let (table, content, blocks_at, table_at) = plan_growth(&env.state(), block)?;
+    let Growth { table, content, blocks_at, table_at } = plan_growth(&env.state(), block)?;
     {
         let mut state = env.state();
         let end = blocks_at + content.len() as u64;

@@ -36,7 +36,8 @@ pub async fn exclude_flushes(env: &Env, task: impl Future<Output = IoResult>) ->
     while std::mem::replace(&mut env.state().writer.flushing, true) {
         env.io.wait().await;
     }
-    let result = if env.state().writer.failed { Err(Status::Io) } else { task.await };
+    let has_failed = env.state().writer.failed;
+    let result = if has_failed { Err(Status::Io) } else { task.await };
     env.state().writer.flushing = false;
     env.io.changed();
     result
@@ -59,7 +60,8 @@ pub async fn sync(env: &Env) -> IoResult {
 
 /// Makes a new tag in the header durable before the file gets refcounts of clusters that may leak.
 async fn sync_tag(env: &Env) -> IoResult {
-    if std::mem::take(&mut env.state().writer.tag_is_new) { sync(env).await } else { Ok(()) }
+    let is_new = std::mem::take(&mut env.state().writer.tag_is_new);
+    if is_new { sync(env).await } else { Ok(()) }
 }
 
 async fn write_all(env: &Env, durable: bool) -> IoResult {
