@@ -34,7 +34,6 @@ mod schema_tests;
 mod shuffle;
 mod summary;
 mod tables;
-mod vhost;
 
 pub use run::run;
 

@@ -9,6 +9,7 @@ use crate::shuffle::Shuffle;
 pub mod local;
 pub mod raw;
 pub mod submitters;
+#[cfg_attr(target_env = "musl", path = "no_vhost.rs")]
 pub mod vhost;
 
 #[derive(Clone, Copy, Debug)]

@@ -13,6 +13,7 @@ use super::{RANDOM, vhost};
 use crate::Result;
 use crate::bench::{Bench, case};
 use crate::load::local;
+use crate::load::vhost::IS_POSSIBLE;
 use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Comparison, Expected::AtLeast, Table};
@@ -36,14 +37,17 @@ const VHOST: Peer = Peer::new(
 /// Measures 4 KiB random reads at depth 64 in this process, over NBD and over vhost-user-blk, and adds the targets to
 /// `table`.
 pub fn run(bench: &mut Bench, place: &Place, table: &mut Table) -> Result<Comparison> {
-    let cases = vec![
+    let mut cases = vec![
         case(IN_PROCESS, |length| in_process(place, length)),
         case(NBD.name, |length| NBD.visit(place, &RANDOM, length)),
-        case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM, length)),
     ];
+    if IS_POSSIBLE {
+        cases.push(case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM, length)));
+    }
     let title = format!("a device that does {DEPTH} requests at a time, in 320 us each, {}", RANDOM.title);
     let mut comparison = bench.compare(&title, cases)?;
-    for name in [NBD.name, VHOST.name] {
+    let exports = if IS_POSSIBLE { &[NBD.name, VHOST.name][..] } else { &[NBD.name] };
+    for name in exports {
         let title_of_effect = format!("{name} relative to {IN_PROCESS}");
         let ratio = comparison.effect(title_of_effect, IN_PROCESS, name, Metric::Iops, None).ratio;
         table.target(format!("{title}: {name} / {IN_PROCESS}"), ratio, AtLeast(0.95));

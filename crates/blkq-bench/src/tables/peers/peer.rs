@@ -16,12 +16,12 @@ use super::kernel_loop::KernelLoop;
 use crate::bench::{NamedRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
+use crate::load::vhost::FrontEnd;
 use crate::load::{Load, raw, vhost};
 use crate::measurement::{Run, mib};
 use crate::metric::Metric;
 use crate::process::{RESIDENT, RESIDENT_MAX, Usage, forget_resident_max, memory_bytes};
 use crate::result::{Comparison, Expected, Table};
-use crate::vhost::FrontEnd;
 use crate::{Result, ensure};
 
 /// How long a server may take to start.
@@ -83,7 +83,7 @@ pub enum Way {
     Ring { one_by_one: bool },
     /// io_uring of this process on a loop device with direct I/O.
     RingOnLoop,
-    /// The front end in [`crate::vhost`] with this number of queues, and a vhost-user-blk server.
+    /// The front end in [`crate::load::vhost`] with this number of queues, and a vhost-user-blk server.
     Vhost { queues: usize },
 }
 
@@ -249,7 +249,7 @@ impl Peer {
             Way::Vhost { queues } => {
                 let mut server = serve(Stdio::null())?;
                 // A server may accept only one client, which a trial connection would use up.
-                let guest = await_server(&mut server, || vhost::connect(&socket, &job.load(), queues))?;
+                let guest = await_server(&mut server, || FrontEnd::connect(&socket, &job.load(), queues))?;
                 (Access::Guest(guest), Some(server))
             }
         };

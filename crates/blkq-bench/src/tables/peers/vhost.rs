@@ -1,4 +1,4 @@
-//! vhost-user-blk servers, with the front end in [`crate::vhost`] as client, which behaves like a virtual machine.
+//! vhost-user-blk servers, with the front end in [`crate::load::vhost`] as client, which behaves like a virtual machine.
 //! The bases are io_uring on the file and on a loop device, also from this process.
 
 use super::fio::Job;
