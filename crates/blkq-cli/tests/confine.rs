@@ -17,7 +17,7 @@ use std::time::Duration;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Bio, Completion, Cqe, Disk, EngineThread, IoBuffer, Sector, Setting, Source, SourceContext};
 use blkq_daemon::sandbox::{self, Needs};
-use blkq_protocol::system::kernel::landlock_abi;
+use blkq_protocol::system::landlock_abi;
 use io_uring::{opcode, types};
 
 const CASE: &str = "BLKQ_CONFINE_CASE";

@@ -7,7 +7,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::SystemTime;
 
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::system::timestamp::rfc3339;
+use blkq_protocol::system::rfc3339;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Maximum size of the log in bytes. When it is exceeded, the newest half is kept.

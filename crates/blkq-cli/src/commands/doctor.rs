@@ -12,7 +12,7 @@ use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
 use blkq_protocol::failure::Outcome;
 use blkq_protocol::state::{STATE_DIR_VARIABLE, StateDir};
-use blkq_protocol::system::kernel::{has_seccomp, landlock_abi, raise_limits};
+use blkq_protocol::system::{has_seccomp, landlock_abi, raise_limits};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, geteuid, getrlimit};
 use serde::Serialize;

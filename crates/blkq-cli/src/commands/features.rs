@@ -4,7 +4,7 @@ use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
 use blkq_protocol::daemon::Serve;
 use blkq_protocol::failure::Outcome;
-use blkq_protocol::system::kernel::{has_seccomp, landlock_abi};
+use blkq_protocol::system::{has_seccomp, landlock_abi};
 use serde::Serialize;
 
 use super::doctor::kernel_release;

@@ -19,7 +19,7 @@ use blkq_protocol::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use blkq_protocol::info::{BlockDevice, DeviceInfo, StateFile};
 use blkq_protocol::options::{AttachOptions, with_write_access};
 use blkq_protocol::state::{Claim, Orphan, StateDir};
-use blkq_protocol::system::kernel::raise_limits;
+use blkq_protocol::system::raise_limits;
 use blkq_protocol::system::signals::{self, Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;

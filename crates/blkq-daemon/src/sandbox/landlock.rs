@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
 use blkq_protocol::failure::{Failure, Outcome};
-use blkq_protocol::system::kernel::landlock_abi;
+use blkq_protocol::system::landlock_abi;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 

@@ -26,8 +26,7 @@ use crate::failure::similar::did_you_mean;
 use crate::failure::{Failure, Outcome};
 use crate::options::parse_group_name;
 use crate::state::StateDir;
-use crate::system::file_names;
-use crate::system::record_lock::{is_byte_locked, lock_byte};
+use crate::system::{file_names, is_byte_locked, lock_byte};
 
 pub use keeper::watch;
 

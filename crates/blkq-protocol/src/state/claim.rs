@@ -18,7 +18,7 @@ use super::{
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
 use crate::options::{AttachOptions, Export, find_ceph_files, with_write_access};
-use crate::system::record_lock::{is_byte_locked, lock_byte};
+use crate::system::{is_byte_locked, lock_byte};
 
 /// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
 /// stale files, or the old owner may be about to exit.

@@ -28,8 +28,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::failure::{Failure, Outcome};
-use crate::system::record_lock::{is_byte_locked, lock_byte};
-use crate::system::{file_names, if_exists};
+use crate::system::{file_names, if_exists, is_byte_locked, lock_byte};
 
 pub use claim::{Claim, Dead, Orphan};
 pub use dying::{DYING_WAIT, ProcessState};

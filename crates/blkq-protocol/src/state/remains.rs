@@ -11,8 +11,7 @@ use serde::Serialize;
 use super::{OLD_LOG, OWNER_BYTE, ProcessState, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::info::FileId;
-use crate::system::record_lock::is_byte_locked;
-use crate::system::{if_exists, read_bounded};
+use crate::system::{if_exists, is_byte_locked, read_bounded};
 
 const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.

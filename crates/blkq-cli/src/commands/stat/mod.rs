@@ -9,7 +9,7 @@ use blkq_protocol::control::statistics::Statistics;
 use blkq_protocol::control::{Request, ask_if_there, not_accepting};
 use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::state::StateDir;
-use blkq_protocol::system::timestamp::rfc3339;
+use blkq_protocol::system::rfc3339;
 
 use crate::devices::{device_names, name_of};
 use crate::output::{exit_code, print, print_json};

@@ -8,7 +8,7 @@ use blkq::{Counter, StatGroup, StatsSnapshot, Status};
 use blkq_export::nbd::NbdCounters;
 use blkq_export::vhost_user::VhostUserCounters;
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
-use blkq_protocol::system::timestamp::rfc3339;
+use blkq_protocol::system::rfc3339;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
