@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::ops::RangeBounds;
 use std::time::Duration;
 
-use blkq_protocol::failure::similar::distance;
+use blkq_protocol::failure::distance;
 use clap::Command;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
-use blkq_protocol::control::bitmaps::BitmapInfo;
-use blkq_protocol::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask, is_readable};
+use blkq_protocol::control::{
+    BegunCommit, BitmapInfo, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask, is_readable,
+};
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::{CommitInfo, DeviceInfo, FileId, RecordedBacking, StateFile};
 use blkq_protocol::options::{AttachOptions, Backing as BackingChain, Record};

@@ -3,8 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use blkq_protocol::failure::Failure;
-use blkq_protocol::failure::similar::closest;
+use blkq_protocol::failure::{Failure, closest};
 use blkq_protocol::options::{AttachOptions, is_earlier_option};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};

@@ -8,7 +8,7 @@ use blkq::throttle::Ceiling;
 use blkq_export::nbd::{ConnectionInfo, NbdCounters};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserCounters};
-use blkq_protocol::control::bitmaps::BitmapInfo;
+use blkq_protocol::control::BitmapInfo;
 use blkq_protocol::info::{ClientInfo, DirectIoInfo};
 use blkq_protocol::options::{Key, ROWS};
 

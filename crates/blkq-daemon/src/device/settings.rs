@@ -213,8 +213,7 @@ fn not_set(error: blkq::Error) -> Failure {
 mod tests {
     use std::fs::File;
 
-    use blkq_protocol::control::NewSize;
-    use blkq_protocol::control::bitmaps::BitmapChange;
+    use blkq_protocol::control::{BitmapChange, NewSize};
     use blkq_protocol::group::GroupFile;
     use blkq_protocol::harness::{options, scratch};
     use blkq_protocol::options::AttachOptions;

@@ -1,7 +1,6 @@
 //! The control protocol. A client connects to the unix socket `NAME.control` and sends one line of JSON; the
 //! daemon answers with one line and closes the connection. Commands in several steps use a [`Dialogue`].
 
-pub mod bitmaps;
 mod dialogue;
 mod socket;
 pub mod statistics;
@@ -25,10 +24,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::control::bitmaps::BitmapChange;
 use crate::control::statistics::Statistics;
-use crate::failure::similar::closest;
-use crate::failure::{Failure, Outcome, print_error};
+use crate::failure::{Failure, Outcome, closest, print_error};
 use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir, json_line, quote_last_line};
@@ -118,6 +115,43 @@ pub enum Request {
     Leave {},
     /// Detach the device, with `force` even if clients are connected, and stop the daemon.
     Detach { force: bool },
+}
+
+/// An atomic change of the dirty bitmaps. The granularity is the number of bytes per bit. A disabled bitmap stops
+/// recording writes; its bits stay. A merge sets the bits of several bitmaps in another one, too.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum BitmapChange {
+    Add { name: String, granularity: u64 },
+    Remove { name: String },
+    Clear { name: String },
+    Enable { name: String },
+    Disable { name: String },
+    Merge { from: Vec<String>, into: String },
+}
+
+impl Display for BitmapChange {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (what, name) = match self {
+            BitmapChange::Add { name, .. } => ("add", name),
+            BitmapChange::Remove { name } => ("remove", name),
+            BitmapChange::Clear { name } => ("clear", name),
+            BitmapChange::Enable { name } => ("enable", name),
+            BitmapChange::Disable { name } => ("disable", name),
+            BitmapChange::Merge { into, .. } => ("merge into", into),
+        };
+        write!(f, "{what} {}", name.escape_debug())
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BitmapInfo {
+    pub name: String,
+    pub granularity: u64,
+    /// Number of dirty bytes; `None` if the bitmap is inconsistent.
+    pub dirty: Option<u64>,
+    /// `recording`, `disabled` (writes are not recorded) or `inconsistent` (recorded writes may be missing).
+    pub state: String,
 }
 
 /// A size that `blkq resize` accepts.

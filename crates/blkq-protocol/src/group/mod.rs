@@ -22,8 +22,7 @@ use blkq_export::mapping::Mapping;
 use rustix::fs::{FlockOperation, OFlags, flock, ftruncate};
 use rustix::io::Errno;
 
-use crate::failure::similar::did_you_mean;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, did_you_mean};
 use crate::options::parse_group_name;
 use crate::state::StateDir;
 use crate::system::{file_names, is_byte_locked, lock_byte};

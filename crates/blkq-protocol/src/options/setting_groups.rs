@@ -2,8 +2,7 @@
 
 use blkq_drivers::DriverSpec;
 
-use crate::failure::similar::closest;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, closest};
 use crate::options::{AttachOptions, FIELDS, Key, NO_GROUP, Row, Scope, Setting};
 
 /// `options`, but writable if the device became writable by the settings that were `changed` since the attach. A device
