@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 
 use blkq_drivers::DriverSpec;
 
-use super::dying::{DYING_WAIT, ProcessState};
 use super::remains::{last_lines, orphaned};
 use super::{
-    OLD_LOG, OPTIONS, OWNER, OWNER_BYTE, RESERVED_BYTE, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name,
-    name_from, remove,
+    DYING_WAIT, OLD_LOG, OPTIONS, OWNER, OWNER_BYTE, ProcessState, RESERVED_BYTE, STATE_DIR_VARIABLE,
+    SUFFIXES, StateDir, check_name, name_from, remove,
 };
 use crate::failure::{Failure, Outcome};
 use crate::info::{FileId, StateFile};
