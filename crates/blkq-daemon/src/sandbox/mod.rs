@@ -5,12 +5,11 @@
 //! kernel supports a confinement but refuses it. The engines are created by a thread with the strictest
 //! confinement: they read what clients send, and open no files.
 
-mod capabilities;
 mod filter;
 mod landlock;
 pub mod seccomp;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -20,9 +19,17 @@ use blkq_protocol::daemon::Operation;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::Confinement;
 use io_uring::opcode;
-use rustix::thread::{CapabilitySet, set_no_new_privs};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
+};
 
 use landlock::{BIND_TCP, CONNECT_TCP, Landlock, access};
+
+/// Number of capability bits to try. The kernel has fewer capabilities, and rejects the first invalid one.
+const CAPABILITY_NUMBERS: u32 = 63;
 
 #[derive(Debug, Default)]
 pub struct Needs {
@@ -156,8 +163,7 @@ fn capabilities_of(needs: &Needs) -> CapabilitySet {
     // The device node may belong to another user and be inaccessible to others.
     kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
     // Without CAP_DAC_OVERRIDE, the permissions of files also apply to root.
-    let writable =
-        capabilities::all_writable(needs.image.as_ref().map(AsFd::as_fd), directories(&needs.removed));
+    let writable = all_writable(needs.image.as_ref().map(AsFd::as_fd), directories(&needs.removed));
     kept.set(CapabilitySet::DAC_OVERRIDE, !writable);
     kept
 }
@@ -168,9 +174,54 @@ fn directories(files: &[PathBuf]) -> impl Iterator<Item = &Path> {
 
 fn enter(kept: CapabilitySet, landlock: Option<Landlock>, calls: seccomp::Lists) -> Outcome<Confinement> {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
-    let capabilities = capabilities::keep(kept)?;
+    let capabilities = keep_capabilities(kept)?;
     // The filter must come last, because it does not allow the calls that the two steps before it make.
     let landlock_abi = landlock.map_or(Ok(0), Landlock::enter)?;
     let seccomp = filter::enter(calls)?;
     Ok(Confinement { capabilities, no_new_privileges: true, landlock_abi, seccomp })
+}
+
+fn not_dropped(error: Errno) -> Failure {
+    Failure::new(format!("cannot drop capabilities: {error}"))
+}
+
+/// Whether this user can write to `image` and to each of `directories` without any capability.
+fn all_writable<'a>(image: Option<BorrowedFd<'_>>, mut directories: impl Iterator<Item = &'a Path>) -> bool {
+    let Ok(had) = capabilities(None) else { return true };
+    let without = CapabilitySets { effective: CapabilitySet::empty(), ..had };
+    if had.effective.is_empty() || set_capabilities(None, without).is_err() {
+        // Without capabilities, dropping them changes nothing.
+        return true;
+    }
+    let refused = |result| matches!(result, Err(Errno::ACCESS | Errno::PERM));
+    let of_file = |file| accessat(file, "", Access::WRITE_OK, AtFlags::EACCESS | AtFlags::EMPTY_PATH);
+    let of_path = |path: &Path| accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS);
+    let accessible =
+        !image.is_some_and(|file| refused(of_file(file))) && !directories.any(|path| refused(of_path(path)));
+    // This does not fail: a thread may always make its permitted capabilities effective.
+    let _ = set_capabilities(None, had);
+    accessible
+}
+
+/// Permanently drops all capabilities except `kept`. Returns the names of the remaining ones.
+fn keep_capabilities(kept: CapabilitySet) -> Outcome<String> {
+    let had = capabilities(None).map_err(not_dropped)?;
+    let left = had.permitted & kept;
+    if had.effective.contains(CapabilitySet::SETPCAP) {
+        // Also remove the capabilities from the bounding set, so that no program that this process might
+        // execute can regain them.
+        for number in 0..CAPABILITY_NUMBERS {
+            let one = CapabilitySet::from_bits_retain(1 << number);
+            if !left.contains(one) && remove_capability_from_bounding_set(one) == Err(Errno::INVAL) {
+                break;
+            }
+        }
+    }
+    clear_ambient_capability_set().map_err(not_dropped)?;
+    let sets = CapabilitySets { effective: left, permitted: left, inheritable: CapabilitySet::empty() };
+    set_capabilities(None, sets).map_err(not_dropped)?;
+    // Report what the kernel says, not what was requested.
+    let now = capabilities(None).map_err(not_dropped)?.permitted;
+    let names: Vec<String> = now.iter_names().map(|(name, _)| name.to_lowercase()).collect();
+    Ok(if names.is_empty() { "none".to_owned() } else { names.join(" ") })
 }
