@@ -31,7 +31,7 @@ const HINT: &str = "; choose another path";
 #[derive(Debug)]
 pub struct PidFile {
     /// The path without symbolic links.
-    path: PathBuf,
+    pub path: PathBuf,
     file: File,
 }
 
@@ -59,10 +59,6 @@ impl PidFile {
             }
         }
         Err(Failure::new(format!("another process keeps replacing --pid-file {}{HINT}", path.display())))
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Whether the file at the path is still the one that was written here, with the same content.
@@ -302,7 +298,7 @@ mod tests {
         symlink("b", place("a")).unwrap();
         for _ in 0..2 {
             let file = PidFile::write_to(&place("a"), None).unwrap();
-            assert_eq!(file.path(), place("run/pid").canonicalize().unwrap());
+            assert_eq!(file.path, place("run/pid").canonicalize().unwrap());
             assert_eq!(fs::read_to_string(place("run/pid")).unwrap(), own());
             drop(file);
             assert!(!place("run/pid").exists() && fs::read_link(place("a")).is_ok());

@@ -3,7 +3,6 @@
 
 mod commands;
 mod shared;
-mod systemd;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -32,7 +31,7 @@ use crate::pid_file::{self, PidFile};
 use crate::sandbox::OPERATIONS;
 
 use commands::{accept, accept_all, answer};
-use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination};
+use shared::{STOP_WAIT, Shared, Stage, Stopped, Termination, connect_manager, notify};
 
 /// How long to pause after accept or poll has failed, for example because no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
@@ -61,7 +60,7 @@ impl Serve for Daemon {
         let _ = rustix::thread::set_name(c"blkq");
         log::abort_on_panic();
         let signals = Signals::install(&signals::DAEMON)?;
-        systemd::connect_manager();
+        connect_manager();
         raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;
@@ -120,7 +119,7 @@ impl Serve for Daemon {
             // over a device, the older program serves it again, and reads its own state file.
             let state_file = claim.write_state(&device.state()?)?;
             // Nothing below may open a file, or needs a privilege that confinement removes.
-            let removed = pid_file.iter().map(|file| file.path().to_owned());
+            let removed = pid_file.iter().map(|file| file.path.clone());
             device.confine(removed.chain([claim.file(".lock")]))?;
             device.start_background()?;
             let info = device.info_at_attach()?;
@@ -135,7 +134,7 @@ impl Serve for Daemon {
             if !is_successor {
                 notified?;
             }
-            systemd::notify(&format!("READY=1\nSTATUS={status}"));
+            notify(&format!("READY=1\nSTATUS={status}"));
             Ok((pid_file, state_file))
         };
         let (pid_file, state_file) = match announce() {

@@ -1,9 +1,12 @@
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::net::UnixStream;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use blkq::sync::{lock, try_lock};
@@ -15,7 +18,6 @@ use blkq_protocol::state::overwrite_state;
 use blkq_protocol::system::signals::Signal;
 use rustix::process::Uid;
 
-use super::systemd::notify;
 use crate::device::{Change, Device, Permit};
 use crate::log;
 
@@ -29,6 +31,10 @@ pub(super) const STOP_WAIT: Duration = Duration::from_secs(5);
 const SIZE_RETRY: Duration = Duration::from_secs(15);
 const SIZE_RETRY_MAX: Duration = Duration::from_secs(600);
 const ANSWER_STACK_BYTES: usize = 256 << 10;
+
+/// The socket of the service manager, if it requests notifications (sd_notify(3)).
+static MANAGER: LazyLock<Option<UnixDatagram>> =
+    LazyLock::new(|| connect(&std::env::var_os("NOTIFY_SOCKET")?).ok());
 
 pub(super) struct Shared {
     /// The user who runs the daemon.
@@ -400,6 +406,32 @@ impl Shared {
     }
 }
 
+/// Connects to the socket of the service manager. Must be called early: later this process may lack the mount
+/// of its path, and the privilege to create a socket. If there is no service manager, nothing happens.
+pub(super) fn connect_manager() {
+    LazyLock::force(&MANAGER);
+}
+
+/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. Errors are ignored: a lost
+/// notification must not stop the daemon.
+pub(super) fn notify(lines: &str) {
+    if let Some(manager) = &*MANAGER {
+        let _ = manager.send(lines.as_bytes());
+    }
+}
+
+fn connect(address: &OsStr) -> std::io::Result<UnixDatagram> {
+    let address = match address.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        path => SocketAddr::from_pathname(OsStr::from_bytes(path))?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    // A service manager that does not read must not block the daemon.
+    socket.set_nonblocking(true)?;
+    socket.connect_addr(&address)?;
+    Ok(socket)
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
@@ -616,5 +648,25 @@ mod tests {
             assert_eq!(events(shared).load(Ordering::SeqCst), 0);
         }
         served.stop();
+    }
+
+    #[test]
+    fn the_manager_is_notified_though_its_path_was_removed() {
+        let name = format!("blkq-notify-{}", std::process::id());
+        let path = std::env::temp_dir().join(&name);
+        let _ = std::fs::remove_file(&path);
+        let by_path = UnixDatagram::bind(&path).unwrap();
+        let by_name = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        let to_path = connect(path.as_os_str()).unwrap();
+        let to_name = connect(OsStr::new(&format!("@{name}"))).unwrap();
+        // This happens if the daemon detaches the mount of the path.
+        std::fs::remove_file(&path).unwrap();
+        to_path.send(b"READY=1").unwrap();
+        to_name.send(b"STOPPING=1").unwrap();
+        let mut buffer = [0; 32];
+        let length = by_path.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"READY=1");
+        let length = by_name.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"STOPPING=1");
     }
 }
