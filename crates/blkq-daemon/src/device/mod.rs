@@ -9,7 +9,6 @@ mod limits;
 mod listen;
 pub mod lock_holders;
 mod open;
-mod persistent_bitmaps;
 mod preflight;
 mod running;
 mod saved_settings;

@@ -29,8 +29,7 @@ use super::image::{
     serves_bytes, with_ceph_files,
 };
 use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
-use super::persistent_bitmaps::PersistentBitmaps;
-use super::running::{Changes, Running, Served};
+use super::running::{Changes, PersistentBitmaps, Running, Served};
 use super::saved_settings::DeviceSettings;
 use super::servers::{Events, ServerContext, Servers, new_event};
 use super::settings::{LiveSettings, apply};
