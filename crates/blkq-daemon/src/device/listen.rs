@@ -81,13 +81,9 @@ pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
 }
 
 pub(super) fn no_server(error: blkq::Error) -> Failure {
-    match error.kind() {
-        ErrorKind::Exposed => Failure::new(format!(
-            "{error}; require TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or \
-             use --insecure to accept this"
-        )),
-        _ => error.into(),
-    }
+    let hint = "require TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or use \
+                --insecure to accept this";
+    Failure::of(error, ErrorKind::Exposed, hint)
 }
 
 /// As [`no_server`], before a server listens on `address`.
