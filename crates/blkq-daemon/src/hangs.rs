@@ -195,7 +195,7 @@ impl Watcher {
                     }
                     (watched.asked, watched.hung) = (None, scan.hung);
                     log_scan(disk, queue, &scan, limit_ns, log);
-                    io_errors.add(scan.failures);
+                    io_errors.failures.add(scan.failures);
                 }
                 Err(RecvTimeoutError::Timeout) if age_ns > limit_ns && !watched.stalled => {
                     watched.stalled = true;
@@ -221,10 +221,6 @@ struct IoErrorLog {
 }
 
 impl IoErrorLog {
-    fn add(&mut self, failures: Failures) {
-        self.failures.add(failures);
-    }
-
     /// Writes a line if there are failures and the previous line was written long enough before `now_ns`.
     fn write(&mut self, now_ns: u64, log: &dyn Fn(&str)) {
         if now_ns < self.next_ns {
@@ -575,10 +571,10 @@ mod tests {
         let second = 1_000_000_000;
         errors.write(second, &log);
         assert!(lines.borrow().is_empty(), "nothing has failed");
-        errors.add(fail(&mut queue, &[8, 16, 24]));
+        errors.failures.add(fail(&mut queue, &[8, 16, 24]));
         errors.write(second, &log);
-        errors.add(fail(&mut queue, &[32]));
-        errors.add(fail(&mut queue, &[40]));
+        errors.failures.add(fail(&mut queue, &[32]));
+        errors.failures.add(fail(&mut queue, &[40]));
         errors.write(10 * second, &log);
         let line = |sector: u64, others: &str| {
             let why = "no space left on the backing store";

@@ -86,7 +86,7 @@ pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Fai
 }
 
 /// Fails if the block device no longer exists, or the kernel cannot be asked.
-pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
+pub fn size_of(identity: Identity) -> Outcome<u64> {
     identity.size_bytes()?.ok_or_else(|| {
         Failure::new(format!("{}: the device no longer exists; attach the image again", identity.path()))
     })

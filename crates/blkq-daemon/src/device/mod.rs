@@ -47,6 +47,7 @@ use running::{Running, Served, new_warnings, stopping};
 use settings::{LiveSettings, apply, check_change};
 use trace::DeviceTrace;
 
+pub use exports::size_of;
 pub use image::{absolute, with_ceph_files};
 pub use open::{FLUSHES_IGNORED, open, recover};
 pub use preflight::{check_successor, check_take_over, obstacles};

@@ -7,11 +7,9 @@ use blkq_drivers::DriverSpec;
 use blkq_protocol::daemon::Obstacle;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::group::GroupFile;
-use blkq_protocol::info::BlockDevice;
 use blkq_protocol::options::{Address, AttachOptions, Export, Format, Tls};
 use blkq_protocol::state::StateDir;
 
-use super::exports::size_of;
 use super::image::{driver_options, format_refusal, keep_format, keep_size};
 use super::listen::{exposed, listen_at, tls};
 use crate::metrics;
@@ -63,23 +61,16 @@ pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
     found
 }
 
-/// Checks that this program could take over `block_device`: the kernel's device, the image and the
-/// certificates. Changes nothing.
-pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
-    let bytes = size_of(block_device.identity())?;
-    check(options, bytes)
-}
-
-/// As [`check_take_over`], for a device of `bytes` without a block device. Such a device is attached again,
-/// which fails if its group does not exist.
+/// As [`check_take_over`], for a device that is attached again, which fails if its group does not exist.
 pub fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
     if let Some(group) = &options.group {
         GroupFile::open(dir, group)?;
     }
-    check(options, bytes)
+    check_take_over(options, bytes)
 }
 
-fn check(options: &AttachOptions, bytes: u64) -> Outcome {
+/// Checks that this program could take over a device of `bytes`: the image and the certificates. Changes nothing.
+pub fn check_take_over(options: &AttachOptions, bytes: u64) -> Outcome {
     let mut options = options.clone();
     keep_format(&mut options);
     keep_size(&mut options, bytes);
@@ -125,7 +116,7 @@ mod tests {
         bytes[88..92].copy_from_slice(&[1; 4]);
         fs::write(&image, &bytes).unwrap();
         let options = options(&[image.to_str().unwrap(), "--export", "ublk", "--format", "qcow2"]);
-        assert_eq!(check(&options, 1 << 20), Ok(()));
+        assert_eq!(check_take_over(&options, 1 << 20), Ok(()));
         assert!(fs::read(&image).unwrap() == bytes);
         fs::remove_dir_all(dir.path()).unwrap();
     }
@@ -137,13 +128,13 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         let image = dir.join("disk.img");
         let with = |more: &[&str]| options(&[&[image.to_str().unwrap(), "--export", "ublk"], more].concat());
-        let why = |more: &[&str]| check(&with(more), 1 << 20).unwrap_err().to_string();
+        let why = |more: &[&str]| check_take_over(&with(more), 1 << 20).unwrap_err().to_string();
         assert!(why(&[]).contains("disk.img"), "{}", why(&[]));
         fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-        assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
+        assert_eq!(check_take_over(&with(&[]), 1 << 20), Ok(()));
         // The check also works while the image is being served.
         let served = blkq_drivers::open(&with(&[]).image, &driver_options(&with(&[]), true)).unwrap();
-        assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
+        assert_eq!(check_take_over(&with(&[]), 1 << 20), Ok(()));
         assert!(why(&["--tls-certificates", "/nowhere"]).contains("/nowhere"));
         assert!(why(&["--offset", "512"]).contains("smaller than the device"));
         drop(served);

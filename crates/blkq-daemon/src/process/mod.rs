@@ -245,7 +245,7 @@ impl Serve for Daemon {
     }
 
     fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
-        device::check_take_over(options, block_device)
+        device::check_take_over(options, device::size_of(block_device.identity())?)
     }
 
     fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
