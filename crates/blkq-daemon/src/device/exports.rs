@@ -36,12 +36,9 @@ fn check_ublk() -> Outcome {
     on_own_thread(|| {
         let unusable = |e: blkq::Error| Failure::new(format!("{e}, or use --export nbd"));
         let mut control = ControlDevice::open().map_err(unusable)?;
-        match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
-            true => Ok(()),
-            false => Err(Failure::new(
-                "on this kernel only root can create ublk devices; run as root, or use --export nbd",
-            )),
-        }
+        let is_usable = control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged();
+        let why = "on this kernel only root can create ublk devices; run as root, or use --export nbd";
+        if is_usable { Ok(()) } else { Err(Failure::new(why)) }
     })
 }
 

@@ -14,7 +14,7 @@ use blkq::{Disk, Driver, EngineThread, StatsSnapshot};
 use blkq_drivers::qcow2::Journals;
 use blkq_drivers::{Image, Opened};
 use blkq_export::nbd::{NbdCounters, NbdServer};
-use blkq_export::ublk::{Claimed, Identity, UblkDevice};
+use blkq_export::ublk::{Identity, UblkDevice};
 use blkq_export::vhost_user::VhostUserDevice;
 use blkq_protocol::control::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use blkq_protocol::failure::{Failure, Outcome};
@@ -22,7 +22,7 @@ use blkq_protocol::group::Joined;
 use blkq_protocol::info::{BlockDevice, CommitInfo, DaemonState, OlderState};
 use blkq_protocol::options::Record;
 
-use super::servers::{Connected, PausedServers, Servers};
+use super::servers::{Connected, Servers};
 use crate::hangs::HangCounters;
 use crate::log;
 use crate::metrics::Sample;
@@ -147,12 +147,9 @@ impl Running {
         Sample { name: self.disk.name().to_owned(), size_bytes, statistics: self.statistics() }
     }
 
-    /// Keeps clients and users of the block device away until the returned guards are dropped. Fails if there
+    /// Keeps clients and users of the block device away until the returned guard is dropped. Fails if there
     /// are clients or users, or `user` is given.
-    pub(super) fn claim_unused(
-        &self,
-        user: Option<String>,
-    ) -> Outcome<(PausedServers<'_>, Option<Claimed<'_>>)> {
+    pub(super) fn claim_unused(&self, user: Option<String>) -> Outcome<impl Sized> {
         if let Some(user) = user {
             return Err(Failure::new(user));
         }
@@ -353,12 +350,9 @@ impl Changes {
 
     /// Refuses another change of the image while a block commit is in progress, and names its client.
     pub(super) fn check_no_commit(&self) -> Outcome {
-        match self.commit() {
-            None => Ok(()),
-            Some(CommitInfo { by, .. }) => Err(Failure::new(format!(
-                "a block commit by {by} is in progress; wait for it, or stop that process"
-            ))),
-        }
+        let Some(CommitInfo { by, .. }) = self.commit() else { return Ok(()) };
+        let why = format!("a block commit by {by} is in progress; wait for it, or stop that process");
+        Err(Failure::new(why))
     }
 
     /// The block commit in progress.

@@ -31,9 +31,8 @@ impl<'a> DeviceTrace<'a> {
     ) -> Outcome<DeviceTrace<'a>> {
         let mut current = lock(traced_by);
         if let Some(other) = &*current {
-            return Err(Failure::new(format!(
-                "the device is already being traced by {other}; stop that trace first"
-            )));
+            let why = format!("the device is already being traced by {other}; stop that trace first");
+            return Err(Failure::new(why));
         }
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;

@@ -435,16 +435,12 @@ pub fn not_accepting(dir: &StateDir, name: &str) -> Failure {
 }
 
 /// As [`ask`], but returns `None` if no such device exists or its daemon does not accept commands.
-pub fn ask_if_there<T: DeserializeOwned>(
-    dir: &StateDir,
-    name: &str,
-    request: &Request,
-) -> Outcome<Option<T>> {
+pub fn ask_if_there<T: DeserializeOwned>(dir: &StateDir, name: &str, asked: &Request) -> Outcome<Option<T>> {
     // A text that is not a valid name, for example "../x", must not become part of a path.
     if crate::state::check_name(name).is_err() {
         return Ok(None);
     }
-    match call(dir, name, request)? {
+    match call(dir, name, asked)? {
         None => match dir.inspect(name)? {
             Found::Remains(remains) => Err(remains.failure()),
             _ => Ok(None),

@@ -159,12 +159,8 @@ fn map(name: &str, file: &File) -> Outcome<(Arc<Group>, Arc<Mapping>)> {
 /// Fails if the file system had no space for a page of the file, so that only this process sees what was
 /// written to the group.
 fn has_room(name: &str, mapping: &Mapping) -> Outcome {
-    match mapping.is_broken() {
-        true => Err(Failure::new(format!(
-            "group {name}: its file cannot be written; the file system may be full"
-        ))),
-        false => Ok(()),
-    }
+    let why = format!("group {name}: its file cannot be written; the file system may be full");
+    if mapping.is_broken() { Err(Failure::new(why)) } else { Ok(()) }
 }
 
 fn damaged(name: &str, why: &str) -> Failure {
@@ -222,9 +218,8 @@ impl GroupFile {
     pub fn remove(dir: &StateDir, name: &str) -> Outcome {
         let file = open_locked(dir, name, false, EXCLUSIVE)?;
         if (0..MEMBERS_MAX).any(|slot| is_byte_locked(&file, slot)) {
-            return Err(Failure::new(format!(
-                "group {name} has members (see `blkq group list`); detach them first"
-            )));
+            let why = format!("group {name} has members (see `blkq group list`); detach them first");
+            return Err(Failure::new(why));
         }
         let path = path(dir, name);
         fs::remove_file(&path).map_err(|e| Failure::new(format!("group {name}: {}: {e}", path.display())))

@@ -117,9 +117,8 @@ impl StateDir {
                 Attempt::Locked | Attempt::OfAnother => {}
             }
         }
-        Err(Failure::new(format!(
-            "{base}, {base}-2, {base}-3 and so on are in use; choose a name with --name"
-        )))
+        let why = format!("{base}, {base}-2, {base}-3 and so on are in use; choose a name with --name");
+        Err(Failure::new(why))
     }
 
     /// Claims the orphaned device `name` for its next daemon. Returns `None` if another process holds the

@@ -252,9 +252,8 @@ impl StateDir {
         let current = self.read_state(name).and_then(|state| state.number);
         self.change_options(name, |file| {
             if file.next_number() > number {
-                return Err(Failure::new(
-                    "another command is switching the device to a new image; try again",
-                ));
+                let why = "another command is switching the device to a new image; try again";
+                return Err(Failure::new(why));
             }
             let backing = if file.has_backing { backing } else { Vec::new() };
             file.add(ImageEntry::new(number, path, options, backing), current);
