@@ -15,12 +15,10 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 mod bench;
-mod cache;
 mod client;
 mod file;
 mod interrupt;
 mod load;
-mod machine;
 mod measurement;
 mod metric;
 mod print;
@@ -31,7 +29,6 @@ pub mod result;
 mod run;
 #[cfg(test)]
 mod schema_tests;
-mod shuffle;
 mod summary;
 mod tables;
 

@@ -8,7 +8,7 @@ use blkq::{Disk, Driver};
 use blkq_drivers::r#loop::{DirectIo, DriverOptions, LoopDevice};
 use blkq_drivers::model::{ModelCompletion, SeekModel};
 
-use super::common::{driver_counter, model, notes, null};
+use super::{driver_counter, model, notes, null};
 use crate::bench::{Bench, case};
 use crate::load::{Load, submitters};
 use crate::measurement::Run;

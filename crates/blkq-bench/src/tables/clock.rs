@@ -3,7 +3,7 @@
 use blkq::clock::CLOCK_USES_MAX;
 use blkq::{ClockMode, Disk};
 
-use super::common::{notes, null};
+use super::{notes, null};
 use crate::bench::{Bench, case};
 use crate::load::{Load, local};
 use crate::measurement::Run;

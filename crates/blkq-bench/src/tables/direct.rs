@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use blkq::{Disk, EngineThread};
 use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 
-use super::common::{cold_case, notes};
+use super::{cold_case, notes};
 use crate::bench::Bench;
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::Load;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use blkq::Disk;
 use blkq_drivers::r#loop::{DirectIo, Dispatch, DriverOptions, LoopDevice};
 
-use super::common::{cold_case, driver_counter, notes};
+use super::{cold_case, driver_counter, notes};
 use crate::bench::Bench;
 use crate::load::{Load, local, raw};
 use crate::measurement::Run;

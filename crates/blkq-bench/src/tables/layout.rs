@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::common::notes;
+use super::notes;
 use crate::bench::{Bench, case};
 use crate::load::Load;
 use crate::metric::Metric;

@@ -9,7 +9,7 @@ use blkq::throttle::Ceiling;
 use blkq::{Disk, Driver, StatGroup};
 use blkq_drivers::model::{ModelCompletion, RateModel};
 
-use super::common::{direct_reader, model};
+use super::{direct_reader, model};
 use crate::bench::{Bench, case};
 use crate::load::{Load, local};
 use crate::measurement::Run;

@@ -5,7 +5,7 @@ use blkq::Disk;
 use blkq::disk::QUEUES_MAX;
 use blkq::drivers::ram::Ram;
 
-use super::common::{direct_reader, null};
+use super::{direct_reader, null};
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, local, raw};
 use crate::measurement::{Run, together};

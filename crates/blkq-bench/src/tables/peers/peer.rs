@@ -14,7 +14,7 @@ use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job};
 use super::kernel_loop::KernelLoop;
 use crate::bench::{NamedRun, case};
-use crate::cache::{cached_bytes, evict};
+use crate::file::{cached_bytes, evict};
 use crate::interrupt::Undo;
 use crate::load::vhost::FrontEnd;
 use crate::load::{Load, raw, vhost};
