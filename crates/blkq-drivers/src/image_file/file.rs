@@ -19,11 +19,10 @@ use rustix::io::Errno;
 use crate::extents::append;
 use crate::options::{DirectIo, check_logical_block};
 
-use super::direct_io::LOGICAL_BLOCK_MAX_BYTES;
 use super::lock::{self, LockKind};
 use super::probe::{
-    DirectAlign, check_type, check_writable, detect_format, is_open_for_writing, name_now, power_of_two,
-    probe_direct, queue_attribute, set_flag,
+    DirectAlign, LOGICAL_BLOCK_MAX_BYTES, check_type, check_writable, detect_format, is_open_for_writing,
+    name_now, power_of_two, probe_direct, queue_attribute, set_flag,
 };
 
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.

@@ -5,13 +5,11 @@
 //! [`ImageFile::read_exact_at`] and [`ImageFile::read_padded_at`].
 
 mod claim;
-mod direct_io;
 mod file;
 pub(crate) mod lock;
 mod probe;
 
-pub(crate) use direct_io::{ClientTerms, Mode, buffered, choose_mode};
 pub use file::link_elsewhere;
 pub(crate) use file::{ImageFile, ImageName, OPERATIONS, check_not_longer, check_write_access, sync};
 pub(crate) use lock::{LockKind, WHOLE_FILE};
-pub(crate) use probe::{DirectAlign, name_now};
+pub(crate) use probe::{ClientTerms, DirectAlign, Mode, buffered, choose_mode, name_now};

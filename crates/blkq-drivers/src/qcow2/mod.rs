@@ -50,8 +50,8 @@ use io::allocate::free_reserved;
 use io::blocking_reader::BlockingReader;
 use io::env::Shared;
 use io::flush_metadata::flush_metadata;
-use io::grow;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
+use io::zero::{grow, room};
 pub use jobs::block_commit::{BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::overlay::Base;
@@ -376,7 +376,7 @@ impl Driver for Qcow2 {
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let (now, image, room) = {
             let state = locked(&self.shared.state);
-            (state.size, state.layers[0].size, grow::room(&state))
+            (state.size, state.layers[0].size, room(&state))
         };
         let sector = u64::from(self.terms.logical_block_bytes);
         let bytes = bytes.unwrap_or(image - image % sector);
@@ -409,7 +409,7 @@ impl Driver for Qcow2 {
                 return Ok(());
             }
         }
-        self.shared.run("change the size", async move |env| grow::grow(env, bytes).await)
+        self.shared.run("change the size", async move |env| grow(env, bytes).await)
     }
 
     fn bitmap_store(&self) -> Option<&dyn BitmapStore> {

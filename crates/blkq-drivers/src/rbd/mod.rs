@@ -8,7 +8,6 @@
 mod image;
 mod library;
 mod queue;
-mod thread;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,10 +24,9 @@ use crate::extents::{all_data, describe};
 use crate::options::{DriverOptions, check_logical_block};
 
 pub use image::RbdSpec;
-use image::{Facts, Image, Lock, client, reads_only};
+use image::{Facts, Image, ImageThread, Lock, client, reads_only};
 use library::Library;
 use queue::{Losses, RbdQueue, SEGMENTS_MAX, Shared};
-use thread::ImageThread;
 
 /// Largest read or write, and largest write zeroes that must not deallocate, in bytes: the default size of an
 /// object.

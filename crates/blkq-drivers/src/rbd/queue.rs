@@ -18,9 +18,8 @@ use io_uring::{opcode, types};
 
 use crate::errors::invalid;
 
-use super::image::RbdSpec;
+use super::image::{ImageThread, RbdSpec};
 use super::library::{Handle, WRITE_ZEROES_THICK};
-use super::thread::ImageThread;
 
 /// How often completions are fetched while the ring cannot poll the eventfd, in nanoseconds.
 const FETCH_INTERVAL_NS: u64 = 1_000_000;

@@ -137,10 +137,10 @@ fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
         let path = directory.0.join("d.qcow2");
         let device = open(&path);
         let (env, mut executor) = (Env::new(Arc::clone(&device.shared), None), Executor::default());
-        let larger = grow::room(&env.state()).min(4 << 20);
+        let larger = room(&env.state()).min(4 << 20);
         let (tasks_env, result) = (Rc::clone(&env), Rc::new(Cell::new(None)));
         let kept = Rc::clone(&result);
-        executor.spawn(&env.io, async move { kept.set(Some(grow::grow(&tasks_env, larger).await)) });
+        executor.spawn(&env.io, async move { kept.set(Some(grow(&tasks_env, larger).await)) });
         while result.get().is_none() {
             executor.run(&env.io);
             let perform = |op: &Op| {
