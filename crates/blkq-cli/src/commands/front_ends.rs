@@ -6,7 +6,7 @@ use blkq::text::shell_word;
 use blkq_protocol::failure::{Failure, Outcome};
 use blkq_protocol::info::DeviceInfo;
 
-use crate::devices::uri::{NbdAddress, Place};
+use crate::devices::{NbdAddress, Place};
 
 /// The directory of the certificates for NBD clients in QEMU's documentation and in libvirt.
 const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";

@@ -25,7 +25,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
 
-use crate::launch::systemd;
+use crate::launch::is_activated;
 
 use words::{Parsed, Words};
 
@@ -311,7 +311,7 @@ pub fn default_exports() -> Outcome<Vec<Export>> {
 /// Adds the default exports to options that have no exports, unless systemd passes sockets or another option
 /// excludes the default exports.
 pub fn with_defaults(options: AttachOptions) -> Outcome<AttachOptions> {
-    if !options.exports.is_empty() || systemd::is_activated() {
+    if !options.exports.is_empty() || is_activated() {
         return Ok(options);
     }
     let with = AttachOptions { exports: default_exports()?, ..options.clone() };

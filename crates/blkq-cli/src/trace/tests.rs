@@ -6,10 +6,10 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 use super::blktrace::Encoder;
-use super::chrome::ChromeWriter;
 use super::filter::{Filter, Filtered};
 use super::io_tracker::IoTracker;
 use super::item::{Item, ItemKind, line};
+use super::output::ChromeWriter;
 
 /// Uses few bios and tags, so that events meet, and numbers at the ends of their ranges.
 fn event() -> impl Strategy<Value = TraceEvent> {

@@ -19,7 +19,7 @@ use clap::{ArgAction, Args as _, Command, FromArgMatches};
 
 use crate::commands::detach::detach;
 use crate::config::with_defaults;
-use crate::launch::{Program, exit_with_parent, report, systemd};
+use crate::launch::{Program, exit_with_parent, is_activated, report, take_listeners};
 use crate::output::{print_json, warn};
 use crate::usage::first_line;
 
@@ -109,7 +109,7 @@ pub struct Args {
 pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
     let failed = |e| args.options.failed(e);
     let options = args.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
-    let is_activated = systemd::is_activated();
+    let is_activated = is_activated();
     let conflict = match (args.nooverlap, &args.run) {
         (true, _) => Some("--nooverlap may reuse a device that does not serve"),
         (_, Some(_)) => Some("--run starts a daemon, which does not get"),
@@ -120,7 +120,7 @@ pub fn run<D: Serve>(args: Args) -> Outcome<ExitCode> {
     }
     // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this
     // process opens files.
-    let inherited = systemd::take_listeners().map_err(failed)?;
+    let inherited = take_listeners().map_err(failed)?;
     let created = match (args.create, &args.overlay) {
         (Some(bytes), _) => Some(create_image(&args.options.image, bytes)),
         (None, Some(file)) => Some(create_overlay(&args.options, file)),
@@ -170,7 +170,7 @@ impl Args {
 
     fn report(&self, info: &DeviceInfo) -> Outcome {
         // The program that passed the sockets owns the standard output of this process and knows the addresses.
-        if !self.json && !systemd::is_activated() {
+        if !self.json && !is_activated() {
             return report(info);
         }
         warn(&info.name, &info.warnings);

@@ -14,7 +14,7 @@ use blkq_protocol::state::StateDir;
 
 use crate::commands::detach::{self, Detached};
 use crate::launch::Launched;
-use crate::launch::systemd::unescape;
+use crate::launch::unescape;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;

@@ -1,7 +1,5 @@
 //! `blkq losetup`: accepts the command line of losetup(8) of util-linux, and acts on blkq's devices.
 
-mod hints;
-
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,16 +14,16 @@ use blkq_protocol::failure::{Failure, Outcome, print_error};
 use blkq_protocol::info::{Backing, DeviceInfo, is_behind, shown_path};
 use blkq_protocol::options::{AttachOptions, SectorSize, Setting};
 use blkq_protocol::state::StateDir;
+use clap::Command;
 
-use super::attach::attach;
+use super::attach::{self, attach};
 use super::list::begins_at;
 use super::{detach, resize};
+
 use crate::devices::{Entry, all, find, name_of, word_of};
 use crate::output::columns::{self, Cell, Column, device_word};
 use crate::output::{for_each, print, render_apart, warn};
 use crate::usage;
-
-use hints::translated;
 
 /// The exit code of `blkq losetup DEVICE` if the device does not answer.
 const EXIT_UNKNOWN: u8 = 2;
@@ -290,7 +288,7 @@ impl Args {
 
     fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
         attach(&self.attach_options(device, file)?, self.nooverlap)?.report(|info| {
-            let warnings = info.warnings.iter().map(|warning| translated::<Args>(warning));
+            let warnings = info.warnings.iter().map(|warning| translated(warning));
             warn(&info.name, &warnings.collect::<Vec<_>>());
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
@@ -365,7 +363,7 @@ impl Args {
 }
 
 fn failed(failure: &Failure) -> Failure {
-    Failure::new(translated::<Args>(&failure.to_string())).during("losetup")
+    Failure::new(translated(&failure.to_string())).during("losetup")
 }
 
 fn note(text: impl std::fmt::Display) {
@@ -440,4 +438,86 @@ fn json(columns: &[&Column], devices: &[DeviceInfo]) -> String {
         format!("      {{\n{}\n      }}", columns.iter().zip(row).map(member).collect::<Vec<_>>().join(",\n"))
     });
     format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.collect::<Vec<_>>().join(",\n"))
+}
+
+// Hints of other commands are translated into options that a user of `blkq losetup` can type.
+const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--loop-ref")];
+
+/// Replaces each option in `text` that losetup lacks: by its name in losetup, or by
+/// `blkq attach OPTION` or `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
+fn translated(text: &str) -> String {
+    let quoted = text.split('`').enumerate();
+    let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part) } else { part.to_owned() });
+    parts.collect::<Vec<_>>().join("`")
+}
+
+fn options(text: &str) -> String {
+    let mut translated = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find("--") {
+        let (before, option) = rest.split_at(at);
+        let end = option[2..].find(|c: char| !c.is_ascii_lowercase() && c != '-');
+        let (option, after) = option.split_at(end.map_or(option.len(), |end| end + 2));
+        translated.push_str(before);
+        push(&mut translated, option);
+        rest = after;
+    }
+    translated + rest
+}
+
+/// Appends `option` to `text`, translated. If `text` ends with `attach with ` or `detach with `, `blkq ` is
+/// inserted before it instead.
+fn push(text: &mut String, option: &str) {
+    let name = &option[2..];
+    if let Some((_, renamed)) = RENAMED.iter().find(|(renamed, _)| *renamed == name) {
+        text.push_str(renamed);
+        return;
+    }
+    let commands = [("attach", has::<attach::Args>(name)), ("detach", has::<detach::Args>(name))];
+    if let Some((command, _)) = commands.into_iter().find(|(_, is_option)| *is_option && !has::<Args>(name)) {
+        match text.strip_suffix(&format!("{command} with ")).map(str::len) {
+            Some(before) => text.insert_str(before, "blkq "),
+            None => text.push_str(&format!("blkq {command} ")),
+        }
+    }
+    text.push_str(option);
+}
+
+fn has<A: clap::Args>(option: &str) -> bool {
+    A::augment_args(Command::new("blkq")).get_arguments().any(|argument| argument.get_long() == Some(option))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::commands::Cli;
+
+    #[test]
+    fn every_option_of_a_hint_can_be_typed() {
+        let blkq = Cli::command();
+        let hint = translated;
+        assert_eq!(hint("use --export nbd"), "use blkq attach --export nbd");
+        assert_eq!(hint("use --offset and --size-limit"), "use --offset and --sizelimit");
+        assert_eq!(hint("or use --force"), "or use blkq detach --force");
+        assert_eq!(
+            hint("no; attach with --shared on both sides"),
+            "no; blkq attach with --shared on both sides"
+        );
+        assert_eq!(
+            hint("`blkq attach x --create SIZE`; --shared"),
+            "`blkq attach x --create SIZE`; blkq attach --shared"
+        );
+        assert_eq!(hint("omit --read-only, --partscan"), "omit --read-only, --partscan");
+        assert_eq!(hint("a -- b"), "a -- b");
+        let losetup = blkq.find_subcommand("losetup").unwrap();
+        for option in
+            blkq.find_subcommand("attach").unwrap().get_arguments().filter_map(|option| option.get_long())
+        {
+            let text = hint(&format!("--{option}"));
+            let is_own = losetup.get_arguments().any(|own| own.get_long() == text.strip_prefix("--"));
+            assert!(is_own || text == format!("blkq attach --{option}"), "{text}");
+        }
+    }
 }

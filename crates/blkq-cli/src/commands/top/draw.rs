@@ -172,7 +172,7 @@ mod tests {
     use ratatui_core::layout::Rect;
     use ratatui_core::style::Modifier;
 
-    use super::super::keys::Key;
+    use super::super::terminal::Key;
     use super::super::view::tests::view;
     use super::*;
 

@@ -4,8 +4,6 @@
 
 mod devices;
 mod draw;
-mod heat;
-mod keys;
 mod page;
 mod row;
 mod sampler;
@@ -27,10 +25,10 @@ use crate::output::{exit_code, print, print_json, render_figures};
 use crate::usage::seconds;
 
 use devices::Devices;
-use keys::Keys;
+
 use row::{COLUMNS, ERRORS, Row};
 use sampler::Sampler;
-use terminal::Screen;
+use terminal::{KEY_WAIT, Keys, Screen};
 use theme::Theme;
 use view::{Action, View};
 
@@ -156,7 +154,7 @@ fn watch(
         if !screen.is_behind() {
             screen.show(|buffer| draw::draw(&mut view, theme, buffer))?;
         }
-        let until = if keys.is_pending() { next.min(Instant::now() + keys::KEY_WAIT) } else { next };
+        let until = if keys.is_pending() { next.min(Instant::now() + KEY_WAIT) } else { next };
         wait(&mut screen, &signals, &sampler, until)?;
         let (mut suspend, mut redraw) = (false, false);
         for signal in signals.take() {

@@ -1,8 +1,8 @@
 //! The state of the view: sorting, filter, selection and page, and how keys change it.
 
 use super::devices::Devices;
-use super::keys::Key;
 use super::row::{COLUMNS, Row};
+use super::terminal::Key;
 
 const PAGE_ROWS: usize = 10;
 
