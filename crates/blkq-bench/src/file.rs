@@ -1,4 +1,4 @@
-//! The file that `blkq bench` measures on.
+//! The file that `blkq bench` measures on, and the page cache of a file: counts its cached pages, and evicts them.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Write};

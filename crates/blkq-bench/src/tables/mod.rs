@@ -1,4 +1,4 @@
-//! The tables, one module each.
+//! The tables, one module each, and their common parts: devices, notes, and runs on a cold page cache.
 
 use std::path::Path;
 use std::time::Duration;
