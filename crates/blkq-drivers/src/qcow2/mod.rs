@@ -43,7 +43,7 @@ use crate::image_file::{
 use crate::options::DirectIo;
 pub use crate::options::{BackingChain, DriverOptions, Journals};
 
-use bitmaps::store::Qcow2Bitmaps;
+use bitmaps::places::Qcow2Bitmaps;
 pub use chain::{BackingFile, OverlayBase, backing_files};
 use format::{Header, OFFSET, SLICE_MAX_BYTES};
 use io::allocate::free_reserved;
@@ -52,8 +52,7 @@ use io::env::Shared;
 use io::flush_metadata::flush_metadata;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::zero::{grow, room};
-pub use jobs::block_commit::{BlockCommit, CommitSource};
-pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
+pub use jobs::block_commit::{BaseFiles, BlockCommit, CommitSource, OpenedBase, Target, open_base};
 pub use jobs::overlay::Base;
 use tables::cache::{CACHE_BYTES, Cache};
 use tables::state::{Layer, State, Writer};

@@ -3,4 +3,3 @@
 
 pub(super) mod format;
 pub(super) mod places;
-pub(super) mod store;

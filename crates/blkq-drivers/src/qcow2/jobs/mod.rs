@@ -4,7 +4,6 @@
 //! begins and ends the journal with `recover`.
 
 pub(super) mod block_commit;
-pub(super) mod block_commit_base;
 pub(super) mod leaked;
 pub(super) mod overlay;
 pub(super) mod recover;

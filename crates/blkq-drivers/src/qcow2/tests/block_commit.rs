@@ -7,8 +7,7 @@ use blkq::IoBuffer;
 use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::random::Random;
 
-use super::super::jobs::block_commit::{BlockCommit, CommitSource};
-use super::super::jobs::block_commit_base::{BaseFiles, open_base};
+use super::super::jobs::block_commit::{BaseFiles, BlockCommit, CommitSource, open_base};
 use super::*;
 use crate::Opened;
 use crate::r#loop::tests::FullDisk;

@@ -8,7 +8,7 @@ use super::data::exercise;
 use super::*;
 use crate::ImageFormat;
 use crate::qcow2::format::L1_AT;
-use crate::qcow2::jobs::block_commit_base::open_base;
+use crate::qcow2::jobs::block_commit::open_base;
 
 fn error(options: &DriverOptions) -> Error {
     Qcow2::open(options).err().expect("opening the image should fail")
