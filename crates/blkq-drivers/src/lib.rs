@@ -24,7 +24,6 @@ mod bitmaps;
 mod errors;
 mod extents;
 pub mod fault;
-mod image;
 mod image_file;
 pub mod r#loop;
 pub mod model;
@@ -33,6 +32,7 @@ pub mod qcow2;
 pub mod rbd;
 mod spec;
 
-pub use image::{Image, Opened, no_backing_file, no_overlay};
 pub use options::{DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES};
-pub use spec::{DriverSpec, check, check_writable, detect_format, open};
+pub use spec::{
+    DriverSpec, Image, Opened, check, check_writable, detect_format, no_backing_file, no_overlay, open,
+};
