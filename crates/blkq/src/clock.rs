@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use crate::enumeration::enumeration;
-use crate::error::{Error, ErrorKind};
 
 /// The number of times that a cached reading is used at most: as often as a plug for several queues has
 /// requests (the kernel's blk_plug_max_rq_count). A user-space thread is not notified when it was scheduled
@@ -25,22 +24,7 @@ enumeration! {
 
     /// The name of the mode.
     pub const fn name(self) -> &'static str;
-}
-
-impl std::str::FromStr for ClockMode {
-    type Err = Error;
-
-    fn from_str(mode: &str) -> Result<ClockMode, Error> {
-        let why = || format!("the clock mode must be cached or precise, not {mode:?}");
-        let named = ClockMode::ALL.into_iter().find(|known| known.name() == mode);
-        named.ok_or_else(|| Error::new(ErrorKind::Invalid, why()))
-    }
-}
-
-impl std::fmt::Display for ClockMode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
+    parse |mode| format!("the clock mode must be cached or precise, not {mode:?}");
 }
 
 /// A monotonic clock in nanoseconds, used by one thread.

@@ -1,5 +1,6 @@
 /// Declares an enum with a value for each variant, such as a name. Adds the constants `COUNT` and `ALL`, and a method
-/// that returns the value.
+/// that returns the value. With a last line `parse |text| message`, names are displayed and parsed;
+/// the message is the error of an unknown `text`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! enumeration {
@@ -11,6 +12,7 @@ macro_rules! enumeration {
 
         $(#[$method_about:meta])*
         $visibility:vis const fn $method:ident(self) -> $Value:ty;
+        $(parse |$text:ident| $message:expr;)?
     ) => {
         $(#[$about])*
         pub enum $Enum {
@@ -30,6 +32,23 @@ macro_rules! enumeration {
                 }
             }
         }
+
+        $(
+            impl std::fmt::Display for $Enum {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    f.write_str(self.$method())
+                }
+            }
+
+            impl std::str::FromStr for $Enum {
+                type Err = $crate::Error;
+
+                fn from_str($text: &str) -> Result<$Enum, $crate::Error> {
+                    let named = $Enum::ALL.into_iter().find(|value| value.$method() == $text);
+                    named.ok_or_else(|| $crate::Error::new($crate::ErrorKind::Invalid, $message))
+                }
+            }
+        )?
     };
 }
 

@@ -3,11 +3,8 @@
 //! `rerror`). Control threads change the words here and wake the queues, which apply the change in their next
 //! turn (`queue::hold`).
 
-use std::fmt;
-use std::str::FromStr;
-
 use crate::enumeration::enumeration;
-use crate::error::{Error, ErrorKind, Status};
+use crate::error::Status;
 use crate::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release, SeqCst},
@@ -34,6 +31,7 @@ enumeration! {
 
     /// The name of the policy in settings and configuration.
     pub const fn name(self) -> &'static str;
+    parse |text| format!("{text:?} is not one of report, hold, hold-enospc");
 }
 
 impl ErrorPolicy {
@@ -46,23 +44,6 @@ impl ErrorPolicy {
                 !matches!(status, Status::NotSupported | Status::Invalid | Status::ReadOnly | Status::Again)
             }
         }
-    }
-}
-
-impl fmt::Display for ErrorPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for ErrorPolicy {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<ErrorPolicy, Error> {
-        let of_name = ErrorPolicy::ALL.into_iter().find(|policy| policy.name() == text);
-        of_name.ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("{text:?} is not one of report, hold, hold-enospc"))
-        })
     }
 }
 

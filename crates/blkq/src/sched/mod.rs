@@ -1,11 +1,7 @@
 //! The schedulers of a queue (the kernel's elevators). A scheduler has the requests that the driver has not
 //! taken yet, and selects the next one. Without one, requests reach the driver in the order of submission.
 
-use std::fmt;
-use std::str::FromStr;
-
 use crate::enumeration::enumeration;
-use crate::error::{Error, ErrorKind};
 
 mod kyber;
 mod mq_deadline;
@@ -32,6 +28,10 @@ enumeration! {
 
     /// The name of the scheduler in settings, as in the kernel.
     pub const fn name(self) -> &'static str;
+    parse |name| {
+        let names = SchedulerKind::ALL.map(SchedulerKind::name).join(", ");
+        format!("unknown scheduler {name:?}; the schedulers are {names}")
+    };
 }
 
 impl SchedulerKind {
@@ -44,26 +44,10 @@ impl SchedulerKind {
     }
 }
 
-impl fmt::Display for SchedulerKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for SchedulerKind {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<SchedulerKind, Error> {
-        SchedulerKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let names = SchedulerKind::ALL.map(SchedulerKind::name).join(", ");
-            Error::new(ErrorKind::Invalid, format!("unknown scheduler {name:?}; the schedulers are {names}"))
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn kinds_are_found_by_name() {
