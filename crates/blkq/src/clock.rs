@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use crate::enumeration::enumeration;
+use crate::error::{Error, ErrorKind};
 
 /// The number of times that a cached reading is used at most: as often as a plug for several queues has
 /// requests (the kernel's blk_plug_max_rq_count). A user-space thread is not notified when it was scheduled
@@ -24,7 +25,9 @@ enumeration! {
 
     /// The name of the mode.
     pub const fn name(self) -> &'static str;
-    parse |mode| format!("the clock mode must be cached or precise, not {mode:?}");
+    parse |mode| -> Error {
+        Error::new(ErrorKind::Invalid, format!("the clock mode must be cached or precise, not {mode:?}"))
+    }
 }
 
 /// A monotonic clock in nanoseconds, used by one thread.

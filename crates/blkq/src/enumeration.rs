@@ -1,6 +1,6 @@
 /// Declares an enum with a value for each variant, such as a name. Adds the constants `COUNT` and `ALL`, and a method
-/// that returns the value. With a last line `parse |text| message`, names are displayed and parsed;
-/// the message is the error of an unknown `text`.
+/// that returns the value. With a last line `parse |text| -> Error { error }`, names are displayed and parsed, and an
+/// unknown `text` fails with `error`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! enumeration {
@@ -12,7 +12,7 @@ macro_rules! enumeration {
 
         $(#[$method_about:meta])*
         $visibility:vis const fn $method:ident(self) -> $Value:ty;
-        $(parse |$text:ident| $message:expr;)?
+        $(parse |$text:ident| -> $Error:ty $error:block)?
     ) => {
         $(#[$about])*
         pub enum $Enum {
@@ -41,11 +41,11 @@ macro_rules! enumeration {
             }
 
             impl std::str::FromStr for $Enum {
-                type Err = $crate::Error;
+                type Err = $Error;
 
-                fn from_str($text: &str) -> Result<$Enum, $crate::Error> {
+                fn from_str($text: &str) -> Result<$Enum, $Error> {
                     let named = $Enum::ALL.into_iter().find(|value| value.$method() == $text);
-                    named.ok_or_else(|| $crate::Error::new($crate::ErrorKind::Invalid, $message))
+                    named.ok_or_else(|| $error)
                 }
             }
         )?

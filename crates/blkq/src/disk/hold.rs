@@ -4,7 +4,7 @@
 //! turn (`queue::hold`).
 
 use crate::enumeration::enumeration;
-use crate::error::Status;
+use crate::error::{Error, ErrorKind, Status};
 use crate::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release, SeqCst},
@@ -31,7 +31,9 @@ enumeration! {
 
     /// The name of the policy in settings and configuration.
     pub const fn name(self) -> &'static str;
-    parse |text| format!("{text:?} is not one of report, hold, hold-enospc");
+    parse |text| -> Error {
+        Error::new(ErrorKind::Invalid, format!("{text:?} is not one of report, hold, hold-enospc"))
+    }
 }
 
 impl ErrorPolicy {

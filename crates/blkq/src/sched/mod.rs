@@ -2,6 +2,7 @@
 //! taken yet, and selects the next one. Without one, requests reach the driver in the order of submission.
 
 use crate::enumeration::enumeration;
+use crate::error::{Error, ErrorKind};
 
 mod kyber;
 mod mq_deadline;
@@ -28,10 +29,10 @@ enumeration! {
 
     /// The name of the scheduler in settings, as in the kernel.
     pub const fn name(self) -> &'static str;
-    parse |name| {
+    parse |name| -> Error {
         let names = SchedulerKind::ALL.map(SchedulerKind::name).join(", ");
-        format!("unknown scheduler {name:?}; the schedulers are {names}")
-    };
+        Error::new(ErrorKind::Invalid, format!("unknown scheduler {name:?}; the schedulers are {names}"))
+    }
 }
 
 impl SchedulerKind {
@@ -47,7 +48,6 @@ impl SchedulerKind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
 
     #[test]
     fn kinds_are_found_by_name() {
