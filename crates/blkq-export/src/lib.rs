@@ -28,7 +28,6 @@
 mod buffers;
 pub mod client_kind;
 mod counters;
-mod event;
 mod listener;
 pub mod mapping;
 pub mod nbd;
@@ -39,7 +38,6 @@ mod submissions;
 mod sync;
 pub mod ublk;
 pub mod vhost_user;
-mod work;
 
 pub use counters::{COUNTER_ROWS, Counted};
 pub use listener::{Listen, Listener, SocketAccess};

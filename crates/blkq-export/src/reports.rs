@@ -9,13 +9,17 @@ use std::time::{Duration, Instant};
 
 use blkq::sync::{Mutex, lock};
 
-use crate::event::signal;
-
 /// Most reports of one kind within [`WINDOW`]. Further events are only counted.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Most reports that wait to be taken.
 const WAITING_MAX: usize = 64;
+
+/// Signals `event`, an eventfd that this process created, and that does not block. A write fails only if the counter is
+/// at its limit, and then the event is signaled already.
+pub fn signal(event: &OwnedFd) {
+    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+}
 
 struct Limit<E> {
     kind: Discriminant<E>,

@@ -1,12 +1,47 @@
-//! The requests of a source: numbered slots for those in flight, and the submission of their bios.
+//! The requests of a source: the work that they cost in a turn, the submission of their bios, and numbered slots for
+//! those in flight.
 
 use std::collections::VecDeque;
 
 use blkq::trace::TraceClient;
-use blkq::{Bio, SourceContext};
+use blkq::{Bio, SourceContext, TURN_BUDGET};
 
 /// The queue of the disk on an engine with one queue.
 pub const ENGINE_QUEUE: usize = 0;
+/// Bytes that a thread copies in about the time of one item.
+const BYTES_PER_ITEM: usize = 32 << 10;
+
+/// The items that a source has spent in the current turn. Everything whose amount a client chooses is
+/// counted: requests, descriptors, options, and bytes that are copied, so that the clients of one source cannot
+/// delay the other sources and queues of the engine. The limit is the one of [`TURN_BUDGET`].
+#[derive(Default)]
+pub struct TurnWork {
+    turn: u64,
+    items: usize,
+}
+
+impl TurnWork {
+    /// Must be called before items are spent: resets the count if a new turn has begun. The engine calls
+    /// [`Source::on_turn`](blkq::Source::on_turn) several times in one turn when bios complete immediately,
+    /// and these calls share one budget.
+    pub fn begin(&mut self, cx: &SourceContext<'_>) {
+        if self.turn != cx.turn() {
+            (self.turn, self.items) = (cx.turn(), 0);
+        }
+    }
+
+    pub fn spend(&mut self, items: usize) {
+        self.items += items;
+    }
+
+    pub fn spend_bytes(&mut self, bytes: usize) {
+        self.items += bytes / BYTES_PER_ITEM;
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.items >= TURN_BUDGET.items
+    }
+}
 
 /// The submissions of one source.
 pub struct Submissions {

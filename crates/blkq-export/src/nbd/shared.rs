@@ -8,8 +8,7 @@ use blkq::trace::TraceClient;
 use blkq::{EngineHandle, SourceContext, SourceId, Worker};
 
 use crate::buffers::BufferPool;
-use crate::submissions::{Slots, Submissions};
-use crate::work::TurnWork;
+use crate::submissions::{Slots, Submissions, TurnWork};
 
 use super::budget::Budget;
 use super::contexts::ContextStatus;

@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use blkq::sync::{Mutex, MutexGuard, lock};
 
 use crate::counters::counters;
-use crate::event::signal;
-use crate::reports::Reports;
+use crate::reports::{Reports, signal};
 
 use super::options::NbdOptions;
 

@@ -9,7 +9,7 @@ use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::buffers::{BufferPool, try_zeroed};
 use crate::peer::is_unix;
-use crate::work::TurnWork;
+use crate::submissions::TurnWork;
 
 use super::handshake::INPUT_BYTES;
 use super::reply::Outgoing;

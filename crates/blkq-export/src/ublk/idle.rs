@@ -28,7 +28,7 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use super::abi::DeviceInfo;
 use super::child::{self, ServerEnd, receive, reply};
 use super::usage::{self, Use};
-use crate::event::signal;
+use crate::reports::signal;
 
 /// Delay between an open or a close and the scan. Events often come in groups.
 const SETTLE: Duration = Duration::from_millis(250);

@@ -29,8 +29,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
-use crate::event::signal;
 use crate::mapping::page_bytes;
+use crate::reports::signal;
 use crate::submissions::Submissions;
 
 use super::abi::{self, IoCommand, IoDescriptor, QUEUE_DEPTH_MAX};

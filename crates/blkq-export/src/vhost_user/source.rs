@@ -18,8 +18,7 @@ use io_uring::{opcode, types};
 
 use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
 use crate::client_kind;
-use crate::submissions::{ENGINE_QUEUE, Slots, Submissions};
-use crate::work::TurnWork;
+use crate::submissions::{ENGINE_QUEUE, Slots, Submissions, TurnWork};
 
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;

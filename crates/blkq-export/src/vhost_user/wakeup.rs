@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use blkq::Error;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::event::signal;
+use crate::reports::signal;
 
 pub struct Wakeup(OwnedFd);
 
