@@ -8,6 +8,7 @@ pub mod attach;
 pub mod bitmap;
 pub mod commit;
 pub mod config;
+pub mod daemon;
 pub mod detach;
 pub mod doctor;
 pub mod features;
@@ -19,6 +20,7 @@ pub mod log;
 pub mod losetup;
 pub mod recover;
 pub mod resize;
+pub mod resume;
 pub mod service;
 pub mod set;
 pub mod show;
@@ -109,7 +111,7 @@ pub enum Command {
     /// Merge the active overlay into its backing file and switch the device to it
     Commit(commit::Args),
     /// Reissue the requests that are held after I/O errors, or fail them
-    Resume(resize::ResumeArgs),
+    Resume(resume::Args),
     /// Flush devices and detach them
     Detach(detach::Args),
     /// Measure what each mechanism gains on this machine, and compare blkq with other servers
@@ -130,7 +132,7 @@ pub enum Command {
     Features(features::Args),
     /// Serve a device, for the command that starts this process
     #[command(hide = true)]
-    Daemon(service::DaemonArgs),
+    Daemon(daemon::Args),
     /// Print the user who created a ublk device, for udev
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
@@ -159,7 +161,7 @@ impl Command {
             Command::Snapshot(args) => snapshot::run(args),
             Command::Bitmap(args) => bitmap::run(args).map(done),
             Command::Commit(args) => commit::run(args).map(done),
-            Command::Resume(args) => resize::resume(args).map(done),
+            Command::Resume(args) => resume::run(args).map(done),
             Command::Detach(args) => detach::run(args),
             Command::Bench(args) => {
                 blkq_bench::run(&args).map(done).map_err(|e| Failure::new(e.to_string()).during("bench"))
@@ -171,7 +173,7 @@ impl Command {
             Command::Doctor(args) => doctor::run(args),
             Command::Service(args) => service::run::<D>(args),
             Command::Features(args) => features::run::<D>(args).map(done),
-            Command::Daemon(args) => service::run_daemon::<D>(args),
+            Command::Daemon(args) => daemon::run::<D>(args),
             Command::UblkOwner(args) => ublk_owner::run(args).map(done),
             Command::SystemdGenerator(args) => config::generate(args).map(done),
             Command::Generate(args) => generate::run(args, Cli::command()).map(done),

@@ -1,5 +1,4 @@
-//! `blkq resize`: changes the size of a device in use. `blkq resume`: reissues the requests that a device holds after
-//! I/O errors, or fails them.
+//! `blkq resize`: changes the size of a device in use.
 
 use blkq::units::{format_bytes, parse_bytes};
 use blkq_protocol::control::{NewSize, Request, ask};
@@ -8,7 +7,7 @@ use blkq_protocol::state::StateDir;
 
 use crate::commands::detach::check_unopened;
 use crate::devices::DeviceArg;
-use crate::output::{print, quantity};
+use crate::output::print;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -58,30 +57,4 @@ pub fn resize(dir: &StateDir, name: &str, new: NewSize, force: bool) -> Outcome<
         NewSize::LargerBy(bytes) => (None, Some(bytes)),
     };
     ask(dir, name, &Request::Resize { size, grow_by, force, user })
-}
-
-#[derive(clap::Args, Debug)]
-#[command(after_help = "\
-A device with --on-error hold or hold-enospc (an option of `blkq attach`, and a setting of
-`blkq set`) holds requests that fail, and their clients wait. Free some space, or repair the storage
-of the image, then resume. Prints the number of requests. Requests that fail again are held again;
-`blkq show` prints their number.
-
-Examples:
-  blkq resume disk.img
-      3 held requests reissued
-  blkq resume disk.img --fail           # the clients get the errors")]
-pub struct ResumeArgs {
-    #[command(flatten)]
-    device: DeviceArg,
-    /// Fail the held requests with their errors instead of reissuing them
-    #[arg(long)]
-    fail: bool,
-}
-
-pub fn resume(args: ResumeArgs) -> Outcome {
-    let request = Request::Resume { fail: args.fail };
-    let held: u64 = args.device.act("resume", |dir, name| ask(dir, name, &request))?;
-    let what = if args.fail { "failed" } else { "reissued" };
-    print(&format!("{} {what}\n", quantity(held, "held request")))
 }

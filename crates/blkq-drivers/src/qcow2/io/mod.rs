@@ -5,6 +5,7 @@ pub(super) mod allocate;
 pub(super) mod blocking_reader;
 pub(super) mod env;
 pub(super) mod flush_metadata;
+pub(super) mod grow;
 pub(super) mod inflate;
 pub(super) mod operations;
 pub(super) mod queue;
