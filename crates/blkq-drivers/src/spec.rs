@@ -250,7 +250,8 @@ pub fn no_backing_file(driver: &str) -> Error {
     unsupported(format!("a {driver} device has no backing file"))
 }
 
-#[cfg(all(test, not(model_check)))]
+#[cfg(test)]
+#[cfg(not(model_check))]
 mod tests {
     use std::fs::File;
 
