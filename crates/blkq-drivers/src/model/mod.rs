@@ -170,7 +170,7 @@ unsafe impl DriverQueue for ModelQueue {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum ModelCompletion {
-    /// Before the call of [`DriverQueue::queue_requests`](blkq::DriverQueue::queue_requests) returns.
+    /// Before the call of [`DriverQueue::queue_requests`] returns.
     #[default]
     Immediate,
     /// This number of nanoseconds after the driver has taken the request.

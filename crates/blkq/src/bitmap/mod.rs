@@ -310,8 +310,8 @@ pub trait BitmapStore: Send + Sync {
     /// Checks whether bitmaps can be stored with the image.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with the reason if they cannot;
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if they can, but only in a separate file that does
+    /// [`ErrorKind::Unsupported`] with the reason if they cannot;
+    /// [`ErrorKind::NotFound`] if they can, but only in a separate file that does
     /// not exist yet ([`BitmapStore::set_file`]).
     fn check(&self) -> Result<(), Error>;
 
@@ -329,7 +329,7 @@ pub trait BitmapStore: Send + Sync {
     /// replace the one that stores the bitmaps. Does nothing if [`BitmapStore::check`] fails.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the image contains a bitmap of the same
+    /// [`ErrorKind::Unsupported`] if the image contains a bitmap of the same
     /// name that was not loaded; or the I/O error of the files, for example if there is no space. After an
     /// error the image lists the same bitmaps as before.
     fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error>;
