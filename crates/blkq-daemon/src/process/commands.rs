@@ -233,8 +233,8 @@ pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
     let _ = stream.write_all(reply);
 }
 
-/// A snapshot has several steps, because several devices may be stopped at the same moment. If the client closes the connection
-/// before the last step, or after a failure, the device continues with its image.
+/// A snapshot has several steps, because several devices may be stopped at the same moment. If the client closes the
+/// connection before the last step, or after a failure, the device continues with its image.
 fn snapshot(shared: &Shared, stream: &UnixStream, options: &Record, image: u64) -> Outcome<Vec<String>> {
     let next = || answer(stream, &reply_line(Ok(())));
     let options = options.read()?;

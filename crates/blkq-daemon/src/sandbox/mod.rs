@@ -54,8 +54,9 @@ pub fn engine(partscan: bool) -> Outcome {
     enter(kept, Some(landlock), seccomp::ENGINE).map(drop)
 }
 
-/// The io_uring operations that a daemon uses: name, number and purpose. The rings of a confined daemon allow no others. None of them
-/// takes an address: SEND and SENDMSG could connect a socket (MSG_FASTOPEN) or send a datagram to any path.
+/// The io_uring operations that a daemon uses: name, number and purpose. The rings of a confined daemon allow no
+/// others. None of them takes an address: SEND and SENDMSG could connect a socket (MSG_FASTOPEN) or send a datagram to
+/// any path.
 pub const OPERATIONS: [Operation; 17] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),

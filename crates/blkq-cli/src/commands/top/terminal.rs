@@ -211,7 +211,8 @@ const SEQUENCE_BYTES_MAX: usize = 32;
 /// The rest of a sequence must arrive within this time. After that, ESC counts as the key Escape.
 pub const KEY_WAIT: Duration = Duration::from_millis(50);
 
-/// Converts the bytes that a terminal sends to keys (ECMA-48, and xterm's control sequences). Bytes that are part of an incomplete key are stored until the rest arrives.
+/// Converts the bytes that a terminal sends to keys (ECMA-48, and xterm's control sequences). Bytes that are part of an
+/// incomplete key are stored until the rest arrives.
 #[derive(Debug, Default)]
 pub struct Keys {
     pending: Vec<u8>,
