@@ -9,6 +9,7 @@ use crate::limits::QUEUES_MAX;
 use crate::remote::gate::RequestGate;
 use crate::remote::software::SoftwareQueues;
 use crate::sched::SchedulerKind;
+use crate::stats::QueueStats;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::tags::TagSet;
@@ -129,7 +130,7 @@ impl DiskBuilder {
                 tags: shared.clone(),
                 kick: Arc::new(Kick::new()?),
                 software: SoftwareQueues::new(),
-                stats: Arc::default(),
+                stats: QueueStats::shared(),
                 open: AtomicBool::new(false),
             }))
         };

@@ -133,7 +133,7 @@ struct GroupCounters {
 }
 
 /// The statistics of one queue, as other threads read them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub(crate) struct QueueStats {
     in_flight: [AtomicU64; 2],
@@ -154,7 +154,29 @@ pub(crate) struct QueueStats {
     held: AtomicU64,
 }
 
+fn zeroes<const N: usize>() -> [AtomicU64; N] {
+    [const { AtomicU64::new(0) }; N]
+}
+
 impl QueueStats {
+    /// Not `Arc::default()`, which needs three times the stack: the models have only 32 KiB.
+    pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
+        Arc::new(CachePadded::new(QueueStats {
+            in_flight: zeroes(),
+            in_flight_max: zeroes(),
+            busy: AtomicU64::new(0),
+            groups: Default::default(),
+            counters: zeroes(),
+            clock_age_max_ns: AtomicU64::new(0),
+            latencies: std::array::from_fn(|_| LatencyCounters::default()),
+            errors: std::array::from_fn(|_| zeroes()),
+            refused: std::array::from_fn(|_| zeroes()),
+            hung: AtomicU64::new(0),
+            throttled: AtomicU64::new(0),
+            held: AtomicU64::new(0),
+        }))
+    }
+
     /// The current values: exact without I/O, and off by at most a batch of completions during I/O.
     pub fn snapshot(&self) -> StatsSnapshot {
         // The clock is read second, so that it is never earlier than the time in the word.

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn new_writer() -> StatsWriter {
-    StatsWriter(Arc::default())
+    StatsWriter(QueueStats::shared())
 }
 
 fn snapshot_at(writer: &StatsWriter, now_ns: u64) -> StatsSnapshot {
