@@ -4,7 +4,6 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 
 use blkq::{Error, ErrorKind, enumeration};
@@ -74,6 +73,26 @@ impl DriverOptions {
     }
 }
 
+/// Rejects the options that `driver` does not have: an image whose file offsets differ from those of the device has
+/// no window, and a driver without a file no direct I/O either.
+pub(crate) fn refuse_file_options(
+    driver: &str,
+    has_file: bool,
+    options: &DriverOptions,
+) -> Result<(), Error> {
+    let refused = [
+        ("an offset", options.offset != 0),
+        ("a size limit", options.size_limit.is_some()),
+        ("direct I/O", !has_file && options.direct_io == DirectIo::On),
+        ("serial dispatch", options.dispatch == Dispatch::Serial),
+    ];
+    let Some((option, _)) = refused.iter().find(|(_, given)| *given) else { return Ok(()) };
+    Err(invalid(match has_file {
+        true => format!("{option} is for raw images, not {driver}; omit it"),
+        false => format!("{option} is for image files, and {driver} has no file; omit it"),
+    }))
+}
+
 /// The logical block sizes that a device may have, in bytes. The kernel's loop driver allows the same ones on machines
 /// with pages of 4096 bytes.
 pub const LOGICAL_BLOCK_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
@@ -99,16 +118,9 @@ enumeration! {
         Auto => "auto",
     }
 
-    /// The name that [`FromStr`] parses.
+    /// The name in settings.
     pub const fn name(self) -> &'static str;
-}
-
-impl FromStr for DirectIo {
-    type Err = Error;
-    fn from_str(text: &str) -> Result<DirectIo, Error> {
-        let named = DirectIo::ALL.into_iter().find(|mode| mode.name() == text);
-        named.ok_or_else(|| invalid(format!("direct-io is on, off or auto, not {text:?}")))
-    }
+    parse |text| -> Error { invalid(format!("direct-io is on, off or auto, not {text:?}")) }
 }
 
 enumeration! {
@@ -123,16 +135,9 @@ enumeration! {
         Serial => "serial",
     }
 
-    /// The name that [`FromStr`] parses.
+    /// The name in settings.
     pub const fn name(self) -> &'static str;
-}
-
-impl FromStr for Dispatch {
-    type Err = Error;
-    fn from_str(text: &str) -> Result<Dispatch, Error> {
-        let named = Dispatch::ALL.into_iter().find(|mode| mode.name() == text);
-        named.ok_or_else(|| invalid(format!("dispatch is concurrent or serial, not {text:?}")))
-    }
+    parse |text| -> Error { invalid(format!("dispatch is concurrent or serial, not {text:?}")) }
 }
 
 /// How to interpret the bytes of an image file.

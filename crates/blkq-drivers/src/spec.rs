@@ -17,7 +17,7 @@ use crate::fault::Fault;
 use crate::image_file::{ImageFile, check_write_access};
 use crate::r#loop::LoopDevice;
 use crate::options::{
-    DirectIo, Dispatch, DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES, check_logical_block,
+    DriverOptions, ImageFormat, LOGICAL_BLOCK_SIZES, check_logical_block, refuse_file_options,
 };
 use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
 use crate::rbd::{Rbd, RbdSpec};
@@ -118,7 +118,6 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             if options.format != ImageFormat::Qcow2 {
                 return Ok(Target::Raw(Arc::new(LoopDevice::open(&options)?)).into());
             }
-            refuse_file_options("qcow2", true, &options)?;
             Ok(Target::Qcow2(Arc::new(Qcow2::open(&options)?)).into())
         }
     }
@@ -136,22 +135,6 @@ fn memory_block(driver: &str, bytes: u64, options: &DriverOptions) -> Result<u32
         "the size must be a multiple of the sector size {block} and more than 0, not {bytes}; choose a multiple, such as {}",
         below.max(u64::from(block))
     )))
-}
-
-/// Rejects the options that `driver` does not have: an image whose file offsets differ from those of the device has
-/// no window, and a driver without a file no direct I/O either.
-fn refuse_file_options(driver: &str, has_file: bool, options: &DriverOptions) -> Result<(), Error> {
-    let refused = [
-        ("an offset", options.offset != 0),
-        ("a size limit", options.size_limit.is_some()),
-        ("direct I/O", !has_file && options.direct_io == DirectIo::On),
-        ("serial dispatch", options.dispatch == Dispatch::Serial),
-    ];
-    let Some((option, _)) = refused.iter().find(|(_, given)| *given) else { return Ok(()) };
-    Err(invalid(match has_file {
-        true => format!("{option} is for raw images, not {driver}; omit it"),
-        false => format!("{option} is for image files, and {driver} has no file; omit it"),
-    }))
 }
 
 /// A device that was opened.
@@ -258,7 +241,7 @@ mod tests {
     use blkq::drivers::ram::Ram;
 
     use super::*;
-    use crate::r#loop::LoopDevice;
+    use crate::r#loop::{DirectIo, Dispatch, LoopDevice};
     use crate::{DriverOptions, DriverSpec, ImageFormat, open};
 
     #[test]
@@ -304,6 +287,8 @@ mod tests {
             }
         }
         assert!(open(&DriverSpec::Ram(1000), &DriverOptions::default()).is_err());
+        let window = DriverOptions { offset: 512, ..DriverOptions::new("/nonexistent/image") };
+        assert_eq!(kind(Qcow2::open(&window)), Some(ErrorKind::Invalid));
         assert!(open(&DriverSpec::Image("/nonexistent/image".into()), &options).is_err());
     }
 

@@ -54,7 +54,7 @@ impl Served {
     ) -> DaemonState {
         let Served { image, number, attach_options } = self.clone();
         let ublk = ublk.map(BlockDevice::new);
-        let older = OlderState { name: name.to_owned(), image, attach_options, ublk };
+        let older = OlderState { name: name.to_owned(), image, attach_options, ublk }.if_short();
         DaemonState { pid: std::process::id(), number, exports: Vec::new(), settings, older }
     }
 }

@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use blkq_protocol::failure::{Failure, Outcome};
-
-use super::running::Running;
 use blkq::ErrorKind;
 use blkq::sync::lock;
 use blkq::trace::TraceMemory;
+use blkq_protocol::failure::{Failure, Outcome};
+
+use super::running::Running;
 
 /// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);

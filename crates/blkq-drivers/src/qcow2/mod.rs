@@ -40,8 +40,8 @@ pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
     ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, buffered, choose_mode,
 };
-use crate::options::DirectIo;
 pub use crate::options::{BackingChain, DriverOptions, Journals};
+use crate::options::{DirectIo, refuse_file_options};
 
 use bitmaps::places::Qcow2Bitmaps;
 pub use chain::{BackingFile, OverlayBase, backing_files};
@@ -107,6 +107,7 @@ impl Qcow2 {
     /// [`blkq::ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
     /// two have no hint, because the caller knows its own options.
     pub fn open(options: &DriverOptions) -> Result<Qcow2, Error> {
+        refuse_file_options("qcow2", true, options)?;
         if options.shared && !options.read_only {
             let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
             return Err(invalid(message));

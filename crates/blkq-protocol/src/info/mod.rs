@@ -15,6 +15,9 @@ use crate::options::{AttachOptions, Export, Record};
 
 pub use file_id::{FileId, RecordedBacking};
 
+/// Maximum size of [`OlderState`] as JSON. The rest of `NAME.json` then fits in a page with it.
+const OLDER_BYTES_MAX: usize = 3 << 10;
+
 /// A device, as the daemon describes it. Sizes are in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DeviceInfo {
@@ -99,7 +102,7 @@ pub struct DaemonState {
     /// Only written: with it, the file is a [`StateFile`] for versions that do not know `NAME.options`, so that their
     /// `blkq upgrade` can take over the device.
     #[serde(flatten)]
-    pub older: OlderState,
+    pub older: Option<OlderState>,
 }
 
 /// How versions that do not know `NAME.options` find the device.
@@ -109,6 +112,13 @@ pub struct OlderState {
     pub image: String,
     pub attach_options: Option<Record>,
     pub ublk: Option<BlockDevice>,
+}
+
+impl OlderState {
+    /// `None` if it is long: a kill may cut the write of a file at a page, and this version must read the rest.
+    pub fn if_short(self) -> Option<OlderState> {
+        serde_json::to_vec(&self).is_ok_and(|text| text.len() <= OLDER_BYTES_MAX).then_some(self)
+    }
 }
 
 /// The state of a device whose daemon does not run, for commands. Combined from [`DaemonState`] and

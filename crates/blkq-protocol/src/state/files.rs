@@ -36,9 +36,7 @@ use serde_json::Value;
 
 use super::{Claim, OPTIONS, OWNER, StateDir, remove};
 use crate::failure::{Failure, Outcome};
-use crate::info::{
-    BlockDevice, DaemonState, FileId, OlderState, RecordedBacking, StateFile, image_path, ordered,
-};
+use crate::info::{BlockDevice, DaemonState, FileId, RecordedBacking, StateFile, image_path, ordered};
 use crate::options::Record;
 use crate::system::{if_exists, read_bounded};
 
@@ -50,7 +48,7 @@ const IMAGES_MAX: usize = 64;
 /// Maximum size of `NAME.options` in bytes, and of a `NAME.json` written by an older version.
 const OPTIONS_BYTES_MAX: u64 = 16 << 20;
 /// Maximum size of `NAME.json` in bytes.
-const STATE_BYTES_MAX: usize = 256 << 10;
+const STATE_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of exports, and of settings, in a `NAME.json`.
 const LIST_MAX: usize = 64;
 /// The mode of `NAME.json`. Older versions, which stored the options there, used 0600.
@@ -191,7 +189,7 @@ struct Written {
 pub fn parse_daemon_state(text: &[u8]) -> Option<DaemonState> {
     let Written { pid, number, image, exports, settings } = serde_json::from_slice(text).ok()?;
     let number = number.or_else(|| image?.as_u64())?;
-    let state = DaemonState { pid, number, exports, settings, older: OlderState::default() };
+    let state = DaemonState { pid, number, exports, settings, older: None };
     let is_bounded = state.exports.len() <= LIST_MAX && state.settings.len() <= LIST_MAX;
     is_bounded.then_some(state)
 }
@@ -483,6 +481,7 @@ mod tests {
 
     use super::*;
     use crate::harness::{options, scratch};
+    use crate::info::OlderState;
 
     fn record(image: &str) -> Record {
         Record::new(&options(&[image, "--export", "vhost-user-blk"])).unwrap()
@@ -663,8 +662,11 @@ mod tests {
         let (ublk, attach_options) =
             (Some(BlockDevice::new(Identity { id: 3, cookie: 9 })), Some(first.clone()));
         let older = OlderState { name: "a".to_owned(), image: "/first".to_owned(), attach_options, ublk };
+        let long = OlderState { image: "x".repeat(4096), ..older.clone() };
+        assert_eq!(long.if_short(), None);
         let settings = vec![("limit".to_owned(), "none".to_owned()), ("group".to_owned(), "g".to_owned())];
-        let state = DaemonState { older: older.clone(), settings: settings.clone(), ..daemon_state(0) };
+        let state =
+            DaemonState { older: older.clone().if_short(), settings: settings.clone(), ..daemon_state(0) };
         claim.write_state(&state).unwrap();
         assert_eq!(dir.read_state("a").unwrap().settings, settings, "in the order in which they were set");
         assert_eq!(dir.read_state("a").unwrap().attach_options.as_ref(), Some(&first));
